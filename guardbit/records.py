@@ -96,7 +96,7 @@ class ModuleRow(NamedTuple):
 
     step: int
     module: str  # dotted name; "" is the model
-    kind: str  # "linear", "norm", "embedding", "activation", "loss", "block", "optimizer"
+    kind: str  # a key of `audit.LIMITS` or `audit.OF_WEIGHTS`
     tensor: str  # "output", "input" (its gradient), or the name of a weight (its gradient)
     statistic: str  # "gain", "relative_error", "slope" or "residual_error"
     value: float

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +29,10 @@ T = TypeVar("T")
 
 #: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
 MOST_NUMBERS = 1 << 20
+
+#: Bytes that a repetition may keep for its backward, weights included; on a GPU as well this part
+#: of what it holds.
+MOST_BYTES, MOST_HELD = 1 << 29, 1 / 32
 
 #: Fewest rows of a call whose rows can be taken apart.
 FEWEST_ROWS = 64
@@ -89,15 +95,30 @@ LIMITS: dict[str, dict[str, Limits]] = {
     # On CPUs, gradients of a BF16 token are summed in BF16.
     "embedding": _DEFAULT | {"weight": Limits(0.03, 0.08)},
     "loss": _DEFAULT | {"output": Limits(1e-3, 0.025), "input": Limits(8e-3, 0.025)},
+    # Gradients of queries and keys may be small remainders: only what adds up counts.
+    "attention": _DEFAULT | {"output": Limits(1e-3, 0.015), "input": Limits(1e-2, math.inf)},
     "block": {
         "output": Limits(2e-3, 0.03),
         "input": Limits(1e-2, 0.15),
         "weight": Limits(1e-2, 0.15),
     },
 }
-#: Of all kinds; and of what an optimizer changes, where rounding takes some of it.
+#: Of all kinds; of what an optimizer changes, and of sums of gradients of several backwards, of
+#: which one rounding to BF16 is off by some .0017.
 OF_ALL = {SLOPE: 0.02, RESIDUAL: 0.5}
-OF_UPDATES = {GAIN: 0.1}
+OF_WEIGHTS = {"optimizer": {GAIN: 0.1}, "accumulation": {ERROR: 0.004}}
+
+
+class Called(nn.Module):
+    """A function as a module, such as a loss that no module calls."""
+
+    def __init__(self, function: Callable[..., Any], kind: str) -> None:
+        super().__init__()
+        self.function, self.kind = function, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.function(*args, **kwargs)
 
 
 class NotMeasured(Exception):
@@ -112,6 +133,8 @@ def autocast_now() -> dict[str, torch.dtype]:
 
 def kind_of(module: nn.Module) -> str:
     """The kind of a module, by which its limits go."""
+    if isinstance(module, Called):
+        return module.kind
     if next(module.children(), None) is not None:
         return "block"
     if isinstance(module, nn.Embedding):
@@ -131,8 +154,8 @@ def kind_of(module: nn.Module) -> str:
 
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
     """What a sound module stays below, in size."""
-    if kind == "optimizer":
-        return OF_UPDATES.get(statistic, math.inf)
+    if kind in OF_WEIGHTS:
+        return OF_WEIGHTS[kind].get(statistic, math.inf)
     if statistic in OF_ALL:
         return OF_ALL[statistic]
     part = tensor.split(" ")[0]  # "output 1" is the second output
@@ -213,7 +236,9 @@ def _part(module: nn.Module, first: Tensor) -> Part:
         return Part(0, max(FEWEST_ROWS, MOST_NUMBERS // width), is_rows=True)
     length = first.shape[0] if first.dim() else 0
     item = first.numel() // max(1, length)
-    fewest = FEWEST_ROWS if first.dim() == 2 else 1
+    if not first.is_floating_point():  # each becomes as many numbers as an embedding has
+        item *= max((weight.shape[-1] for weight in module.parameters() if weight.dim()), default=1)
+    fewest = FEWEST_ROWS if first.dim() == 2 and first.is_floating_point() else 1
     return Part(length, max(fewest, MOST_NUMBERS // max(1, item)), is_rows=False)
 
 
@@ -300,15 +325,16 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
             found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
+    # In FP32 and FP64 attention has another kernel than in the run: its slope says nothing.
+    with_slope = with_slope and call.kind != "attention"
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
-        try:
-            slope = _slope(call, gradients, torch.float64)
-        except (RuntimeError, NotImplementedError):
-            # In FP32 deep modules leave no step that is neither rounding nor curvature.
-            is_deep = next(call.module.children(), None) is not None
-            slope = None if is_deep else _slope(call, gradients, torch.float32)
-        if slope is not None:
-            found[which, SLOPE] = slope
+        # In FP32 deep modules leave no step that is neither rounding nor curvature.
+        is_deep = next(call.module.children(), None) is not None
+        for wide in [torch.float64] if is_deep else [torch.float64, torch.float32]:
+            with suppress(RuntimeError, NotImplementedError, NotMeasured):
+                if (slope := _slope(call, gradients, wide)) is not None:
+                    found[which, SLOPE] = slope
+                break
     return found
 
 
@@ -347,7 +373,7 @@ def run_again(
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
     """
-    needs_gradient = moved is None
+    needs_gradient, count_bytes = moved is None, _Kept()
     leaves: dict[str, Tensor] = {}
 
     def taken(name: str, tensor: Tensor, is_trained: bool = True) -> Tensor:
@@ -356,7 +382,7 @@ def run_again(
             kept = kept + moved[name].to(kept.dtype)
         if is_trained and needs_gradient:
             leaves[name] = kept.requires_grad_()
-        return kept
+        return count_bytes(kept)
 
     count = 0
 
@@ -411,10 +437,29 @@ def run_again(
     casts = [partial(torch.autocast, *of, cache_enabled=False) for of in call.autocast.items()]
     precision = casts if wide is None else [ieee_products, partial(_Wide, wide)]
     gradients = partial(torch.set_grad_enabled, needs_gradient)
+    kept = partial(saved_tensors_hooks, count_bytes, lambda tensor: tensor)
     # Each run begins with the same random numbers and state.
     back = partial(put_back, *call.module.modules(), with_tensors=False)
-    makers = (back, *precision, lambda: call.choices, gradients)
+    makers = (back, *precision, lambda: call.choices, gradients, kept)
     return within_all(makers, partial(_exchanged, call.module, values, run))
+
+
+class _Kept:
+    """Counts the bytes that a repetition keeps; NotMeasured once they are too many."""
+
+    def __init__(self) -> None:
+        self._seen = set[int]()
+        self._bytes, self._most = 0, float(MOST_BYTES)
+        if torch.cuda.is_initialized():
+            self._most = max(self._most, torch.cuda.memory_allocated() * MOST_HELD)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in self._seen:
+            self._seen.add(tensor.data_ptr())
+            self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes > self._most:
+            raise NotMeasured(f"to run it again takes over {self._most / 2**20:.0f} MiB")
+        return tensor
 
 
 def _own_weights(call: Call) -> set[str]:

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import torch.optim.optimizer as of_torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -21,7 +22,7 @@ from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
-from guardbit.layers.audit import Call, NotMeasured
+from guardbit.layers.audit import Call, Called, NotMeasured
 from guardbit.layers.replay import plain_name
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
@@ -43,6 +44,12 @@ _NOTHING = "there is nothing to compare"
 _COMPILED_CALL = "_compiled_call_impl"
 #: On several ranks only modules of these packages are audited: others may wait for other ranks.
 _LOCAL = ("torch.nn.modules.", "transformers.")
+#: Losses of `torch.nn.functional` that are audited as modules are.
+_LOSSES = (
+    "cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+)  # fmt: skip
+_ATTENTION = "scaled_dot_product_attention"
 #: How much larger or smaller than the median of its peers a matrix may begin.
 MOST_UNLIKE = 8.0
 
@@ -90,20 +97,24 @@ class ModuleAudits:
         self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
-        self._has_described = self._has_told_of_optimizer = False
+        self._has_described = False
         self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
-        self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
+        # In their forward, outermost first: module, name, call.
+        self._open: list[tuple[nn.Module, str, Call | None]] = []
         self._calls: dict[str, int] = {}
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
         self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
         self._kept: list[optimizer.Before] = []
+        self._accumulated: dict[str, Tensor] = {}  # weight -> error of its sum of gradients
+        self._functions: dict[type, Called] = {}  # autograd functions that no module calls
         self._found: list[_Found] = []
         self._sent: tuple[int, list[_Found], Transfer] | None = None
         self._suspects: set[tuple[str, str, str]] = set()  # beyond in their modules' latest audit
         self._doubted: set[tuple[str, str, str]] = set()  # in any audit
         self._told: set[tuple[str, str, str]] = set()
+        self._told_of: set[str] = set()  # kinds of weights' rows, each told once
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
         self.rows: list[ModuleRow] = []  # of the latest audit
 
@@ -150,6 +161,9 @@ class ModuleAudits:
             for index, (name, weight) in enumerate(self._model.named_parameters())
             if index % TURNS in turns
         }
+        self._hook_functions(is_whole or first < MODULES_A_SAMPLE, is_whole)
+        for weight, name in [*self._weights.items()][:: TURNS if is_whole else 1]:
+            self._add_up(weight, name)
         self._undo += (
             of_torch.register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,
             of_torch.register_optimizer_step_post_hook(self._guarded(self._after_step)).remove,
@@ -160,9 +174,8 @@ class ModuleAudits:
             self.unmeasured[name] = why
         elif (compiled := vars(module).get(_COMPILED_CALL)) is not None:
             # Hooks of a module that is compiled in place would be traced.
-            self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
             around = partial(self._around, module, name, compiled)
-            setattr(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
+            self._exchange(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
         else:
             enter = _Hook(self._guarded(partial(self._enter, name)))
             leave = _Hook(self._guarded(partial(self._leave, name)))
@@ -171,13 +184,64 @@ class ModuleAudits:
                 module.register_forward_hook(leave, with_kwargs=True).remove,
             )
 
+    def _exchange(self, owner: Any, name: str, new: object) -> None:
+        self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        setattr(owner, name, new)
+
+    def _hook_functions(self, are_losses: bool, is_attention: bool) -> None:
+        """Audits functions as modules: losses, attention, and autograd's outside modules."""
+        guards = _guards()
+        for name in (*(_LOSSES if are_losses else ()), *([_ATTENTION] if is_attention else ())):
+            if f".{name}" in guards:  # to exchange it would compile anew what calls it
+                self.unmeasured[name] = "compiled code calls it"
+                continue
+            function = getattr(F, name)
+            called = Called(function, "attention" if name == _ATTENTION else "loss")
+            around = partial(self._around, called, name, function)
+            self._exchange(F, name, _Hook(around, otherwise=function))
+        if are_losses and ranks.world_size() == 1 and ".apply" not in guards:
+            apply = torch.autograd.Function.apply.__func__
+            hook = _Hook(partial(self._apply, apply), otherwise=apply)
+            self._exchange(torch.autograd.Function, "apply", classmethod(hook))
+
+    def _apply(self, apply: Callable[..., Any], of: type, *args: Any, **kwargs: Any) -> Any:
+        if self._open or of.__module__.startswith(("torch.", "guardbit.")):
+            return apply(of, *args, **kwargs)
+        called = self._functions.setdefault(of, Called(partial(apply, of), "loss"))
+        return self._around(called, of.__qualname__, called.function, *args, **kwargs)
+
     def _around(
-        self, module: nn.Module, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+        self, module: nn.Module, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if isinstance(module, Called) and self._open and self._open[-1][1]:
+            name = f"{self._open[-1][1]}.{name}"
         self._guarded(self._enter)(name, module, args, kwargs)
-        output = compiled(*args, **kwargs)
+        output = function(*args, **kwargs)
         self._guarded(self._leave)(name, module, args, kwargs, output)
         return output
+
+    def _add_up(self, weight: Tensor, name: str) -> None:
+        """Adds up in FP32, beside the run, what several backwards of the step give a weight."""
+        is_plain = type(weight) is nn.Parameter and weight.requires_grad
+        is_low = weight.dtype in (torch.bfloat16, torch.float16)
+        if not (is_plain and is_low) or ranks.world_size() > 1:
+            return
+        total = None if weight.grad is None else weight.grad.float()
+        is_sum = False
+
+        def add(gradient: Tensor) -> None:
+            nonlocal total, is_sum
+            is_sum = total is not None
+            total = gradient.float() if total is None else total + gradient.float()
+
+        def compare(_: Tensor) -> None:
+            if is_sum and total is not None and weight.grad is not None:
+                self._accumulated[name] = audit.compared(weight.grad, total).error
+
+        self._undo += (
+            weight.register_hook(self._guarded(add)).remove,
+            weight.register_post_accumulate_grad_hook(self._guarded(compare)).remove,
+        )
 
     def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return guard.function(partial(self._stages.fail, "modules"))(function)
@@ -187,6 +251,7 @@ class ModuleAudits:
         undo_all(self._undo)
         for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
+        self._accumulated.clear()
 
     # --- in the step -----------------------------------------------------------------------------
 
@@ -200,7 +265,7 @@ class ModuleAudits:
         if is_wanted:
             begin = partial(Call, module, args, kwargs, audit.autocast_now())
             call = self._attempt(name, begin)
-        self._open.append((module, call))
+        self._open.append((module, name, call))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if "_is_replica" in vars(module):
@@ -208,7 +273,7 @@ class ModuleAudits:
         # What is above has raised an error that the user's code caught.
         while self._open and self._open[-1][0] is not module:
             self._open.pop()
-        _, call = self._open.pop() if self._open else (module, None)
+        *_, call = self._open.pop() if self._open else (module, name, None)
         made = call and self._attempt(name, partial(call.take_outputs, output))
         if call and made is not None:
             self._calls[name] = self._calls.get(name, 0) + 1
@@ -297,6 +362,9 @@ class ModuleAudits:
     def end(self) -> None:
         """Begins to send what a step's audits found to the host."""
         found = [*self._found]
+        for name, error in self._accumulated.items():
+            module = name.rpartition(".")[0]
+            found.append(_Found(module, "accumulation", name, audit.ERROR, error))
         self.forget()
         if found:
             self._sent = self._step, found, Transfer([one.value for one in found])
@@ -311,7 +379,7 @@ class ModuleAudits:
         whys = Counter(self.unmeasured.values())
         del whys[_NOTHING]
         said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
-        audited = {row.module for row in self.rows if row.kind != "optimizer"}
+        audited = {row.module for row in self.rows if row.kind not in audit.OF_WEIGHTS}
         log.tell(f"GuardBit audits {len(audited)} modules{said}")
 
     @property
@@ -324,6 +392,7 @@ class ModuleAudits:
         if self._sent is None:
             return []
         (step, found, numbers), self._sent = self._sent, None
+        # A function has the place of the module that calls it.
         places = {name: place for place, (name, _) in enumerate(_named(self._model))}
         by_key: dict[tuple[str, ...], ModuleRow] = {}
         values = [*map(float, numbers.read())]
@@ -335,7 +404,8 @@ class ModuleAudits:
             # Of several calls of a module, the worst.
             if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
                 by_key[one[:4]] = row
-        rows = sorted(by_key.values(), key=lambda row: places.get(row.module, 0))
+        of = lambda name: places.get(name, places.get(name.rpartition(".")[0], 0))  # noqa: E731
+        rows = sorted(by_key.values(), key=lambda row: of(row.module))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
         # What encloses such a module does not repeat itself either, however little it shows.
@@ -345,11 +415,11 @@ class ModuleAudits:
         self.rows = [
             row
             for row in rows
-            if (row.kind == "optimizer" or row.module not in unlike)
+            if (row.kind in audit.OF_WEIGHTS or row.module not in unlike)
             and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
             and not math.isnan(row.value)
         ]
-        for name in {row.module for row in self.rows if row.kind != "optimizer"}:
+        for name in {row.module for row in self.rows if row.kind not in audit.OF_WEIGHTS}:
             self.unmeasured.pop(name, None)
         self._describe()
         self._suspect()
@@ -371,14 +441,13 @@ class ModuleAudits:
         sure = {key for key, row in keys.items() if math.isinf(row.value) or key in before}
         news = [keys[key] for key in keys if key in sure - self._told]
         self._told |= sure
-        of_optimizer = [row for row in news if row.kind == "optimizer"]
-        if of_optimizer and not self._has_told_of_optimizer:
-            self._has_told_of_optimizer = True
-            self._tell("", _of_optimizer(self.rows))
+        for kind in sorted({row.kind for row in news} & audit.OF_WEIGHTS.keys() - self._told_of):
+            self._told_of.add(kind)
+            self._tell("", _of_optimizer(self.rows) if kind == "optimizer" else _of_sums(self.rows))
         news = [
             row
             for row in news
-            if row.kind != "optimizer"
+            if row.kind not in audit.OF_WEIGHTS
             and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
         ]
         for name in dict.fromkeys(row.module for row in news):
@@ -419,18 +488,29 @@ def _of_optimizer(rows: list[ModuleRow]) -> str:
     )
 
 
+def _of_sums(rows: list[ModuleRow]) -> str:
+    """How far rounding changes sums of gradients of several backwards."""
+    shown = [row for row in rows if row.kind == "accumulation"]
+    worst = max(shown, key=lambda row: row.value)
+    return (
+        f"adding up gradients of several backwards in BF16 or FP16 changes the sum by"
+        f" {median(row.value for row in shown):.1%} (median of {len(shown)} tensors), and by"
+        f" {worst.value:.1%} in {worst.tensor}; FP32 keeps it"
+    )
+
+
 def _is_in(outer: str) -> Callable[[str], bool]:
     inside = f"{outer}." if outer else ""
     return lambda name: name != outer and name.startswith(inside)
 
 
 def _is_of_forward(row: ModuleRow) -> bool:
-    return row.tensor.split(" ")[0] == "output" and row.kind != "optimizer"
+    return row.tensor.split(" ")[0] == "output" and row.kind not in audit.OF_WEIGHTS
 
 
 def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
     """Whether what a module shows may come from what one inside it shows."""
-    if inner.kind == "optimizer":
+    if inner.kind in audit.OF_WEIGHTS:
         return False
     if inner.statistic == audit.RESIDUAL:
         return outer.statistic == audit.RESIDUAL
@@ -465,6 +545,15 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if plain not in passed:
             passed.add(plain)
             yield plain, module
+
+
+def _guards() -> str:
+    """What compiled code is guarded by, which names the functions that it calls."""
+    if not private.is_compiler_loaded():
+        return ""
+    graphs_of, _, known = private.graphs_of
+    seen = filter(None, [code() for code in getattr(known, "seen", ())])
+    return "".join(str(graph.guard_manager) for code in seen for graph in graphs_of(code))
 
 
 def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:

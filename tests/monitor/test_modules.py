@@ -374,3 +374,108 @@ def test_what_does_not_repeat_itself_does_not_count_as_audited(caplog):
     audited = {row.module for row in session.modules if row.kind != "optimizer"}
     assert said.startswith(f"GuardBit audits {len(audited)} modules")
     assert "does not repeat itself" in said
+
+
+@pytest.mark.parametrize("way", ["eager", "in place", "around"])
+def test_losses_outside_modules_and_attention_are_audited_as_modules(way):
+    torch._dynamo.reset()
+    before = {name: vars(F)[name] for name in ("cross_entropy", "scaled_dot_product_attention")}
+    apply = torch.autograd.Function.apply.__func__
+    model = Net()
+    model.blocks[1].act = Attention(width=64)
+    session, _ = trained(model, steps=3, run=WAYS[way](model))
+    found = {(row.module, row.kind) for row in session.modules}
+    assert ("cross_entropy", "loss") in found
+    if way == "eager":
+        name = "blocks.1.act.scaled_dot_product_attention"
+        assert (name, "attention") in found
+        gradients = {row.tensor for row in session.modules if row.module == name}
+        assert gradients == {"output", "input", "input 1", "input 2"}
+    else:
+        why = session._modules.unmeasured["scaled_dot_product_attention"]
+        assert why == "compiled code calls it"
+    assert before == {name: vars(F)[name] for name in before}
+    assert torch.autograd.Function.apply.__func__ is apply
+
+
+def test_a_loss_that_compiled_code_calls_is_compiled_once():
+    class Whole(Net):
+        def forward(self, tokens):
+            return F.cross_entropy(super().forward(tokens[:, :-1]).mT.float(), tokens[:, 1:])
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Whole()
+    model.compile(backend="aot_eager", fullgraph=True)
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(3):
+        with session.step(step):
+            model(batch(step)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert session._modules.unmeasured["cross_entropy"] == "compiled code calls it"
+    assert "" in {row.module for row in session.modules}
+    session.close()
+
+
+class OwnLoss(torch.autograd.Function):
+    """Mean cross-entropy, whose gradient is taken times .8."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits, targets)
+        return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, targets = ctx.saved_tensors
+        wrong = logits.softmax(-1) - F.one_hot(targets, logits.shape[-1])
+        return 0.8 * gradient * wrong / len(targets), None
+
+
+@pytest.mark.parametrize("as_patch", [False, True])
+def test_a_wrong_loss_outside_modules_is_named(tmp_path, monkeypatch, as_patch):
+    if as_patch:  # as fused losses are put in the place of PyTorch's
+        patch = lambda x, y, **_: OwnLoss.apply(x, y)  # noqa: E731
+        monkeypatch.setattr(F, "cross_entropy", patch)
+    session = MonitorSession(
+        model := Net(), every_n_train_steps=1, audit_modules=True, dirpath=tmp_path
+    )
+    for step in range(6):
+        with session.step(step):
+            tokens = batch(step)
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            loss = F.cross_entropy if as_patch else OwnLoss.apply
+            loss(logits, tokens[:, 1:].flatten()).backward()
+    session.close()
+    ((module, why),) = told(tmp_path)
+    assert module == ("cross_entropy" if as_patch else "OwnLoss")
+    assert why.startswith(
+        "the backward does not fit its forward: the gradient of the input is -20.0%"
+    )
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 32])
+def test_sums_of_gradients_in_bf16_are_compared_with_fp32(tmp_path, backwards):
+    torch.manual_seed(0)
+    model = Net().to(BF16)
+    weight, given = model.blocks[0].up.weight, []
+    handle = weight.register_hook(lambda gradient: given.append(gradient.double()))
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True, dirpath=tmp_path)
+    for step in range(20):
+        given.clear()
+        with session.step(step):
+            for micro in range(backwards):
+                model(batch(100 * step + micro)).float().square().mean().backward()
+            grad = weight.grad.double()
+            model.zero_grad()
+        rows = [row for row in session.modules if row.kind == "accumulation"]
+        for row in rows:
+            if row.tensor == "blocks.0.up.weight":
+                exact = sum(given)
+                error = ((grad - exact).norm() / exact.norm()).item()
+                assert row.value == pytest.approx(error, rel=1e-3)  # FP32 sums of FP64's
+        assert bool(rows) == (backwards > 1 and step > 0)
+    handle.remove()
+    session.close()
+    said = [why for _, why in told(tmp_path) if why.startswith("adding up gradients")]
+    assert len(said) == (backwards > 2)
