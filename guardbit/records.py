@@ -98,7 +98,7 @@ class ModuleRow(NamedTuple):
     module: str  # dotted name; "" is the model
     kind: str  # a key of `audit.LIMITS` or `audit.OF_WEIGHTS`
     tensor: str  # "output", "input" (its gradient), or the name of a weight (its gradient)
-    statistic: str  # "gain", "relative_error", "slope" or "residual_error"
+    statistic: str  # "gain", "relative_error", "slope", "residual_error" or "repeated"
     value: float
     limit: float  # sound modules stay below it in size; infinite if there is none
 

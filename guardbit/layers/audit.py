@@ -69,7 +69,8 @@ _LINEAR = (
 )  # fmt: skip
 
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
-# Not stored: the run's output and its repetition; what of a gain chance explains.
+# The run's output and its repetition, stored where others like it repeat; never stored: what of a
+# gain chance explains.
 REPEATED, BY_CHANCE = "repeated", "by_chance"
 
 
@@ -105,7 +106,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
 }
 #: Of all kinds; of what an optimizer changes, and of sums of gradients of several backwards, of
 #: which one rounding to BF16 is off by some .0017.
-OF_ALL = {SLOPE: 0.02, RESIDUAL: 0.5}
+OF_ALL = {SLOPE: 0.02, RESIDUAL: 0.5, REPEATED: MOST_REPEATED}
 OF_WEIGHTS = {"optimizer": {GAIN: 0.1}, "accumulation": {ERROR: 0.004}}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -408,6 +409,7 @@ class ModuleAudits:
         rows = sorted(by_key.values(), key=lambda row: of(row.module))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
+        odd = self._odd(unlike, [row.module for row in repeated])
         # What encloses such a module does not repeat itself either, however little it shows.
         unlike |= {row.module for row in rows if any(map(_is_in(row.module), unlike))}
         for name in unlike:
@@ -415,15 +417,31 @@ class ModuleAudits:
         self.rows = [
             row
             for row in rows
-            if (row.kind in audit.OF_WEIGHTS or row.module not in unlike)
-            and row.statistic not in (audit.REPEATED, audit.BY_CHANCE)
-            and not math.isnan(row.value)
+            if not math.isnan(row.value)
+            and (
+                row.module in odd
+                if row.statistic == audit.REPEATED
+                else row.statistic != audit.BY_CHANCE
+                and (row.kind in audit.OF_WEIGHTS or row.module not in unlike)
+            )
         ]
         for name in {row.module for row in self.rows if row.kind not in audit.OF_WEIGHTS}:
             self.unmeasured.pop(name, None)
         self._describe()
         self._suspect()
         return self.rows
+
+    def _odd(self, unlike: set[str], audited: list[str]) -> set[str]:
+        """Innermost modules that alone do not repeat themselves, among others like them."""
+        alike: dict[object, list[str]] = defaultdict(list)
+        kinds = {plain_name(name): type(module) for name, module in self._model.named_modules()}
+        for name in dict.fromkeys(audited):
+            # What has a number alone for a name may stand among others in a sequence.
+            kind = kinds.get(name) if name.rpartition(".")[2].isdecimal() else None
+            alike[kind, re.sub(r"\d+", "", name)].append(name)
+        groups = [group for group in alike.values() if len(group) >= optimizer.FEWEST_PEERS]
+        found = {name for group in groups for name in group if unlike & {*group} == {name}}
+        return {name for name in found if not any(map(_is_in(name), unlike))}
 
     def _suspect(self) -> None:
         """Records what is beyond its limit for the second time, of the innermost modules."""
@@ -477,15 +495,22 @@ class ModuleAudits:
 
 
 def _of_optimizer(rows: list[ModuleRow]) -> str:
-    """How much rounding takes from the optimizer's updates of weights, or else of its states."""
-    gains = [row for row in rows if row.kind == "optimizer" and row.statistic == audit.GAIN]
-    shown = [row for row in gains if " of " not in row.tensor] or gains
-    worst = min(shown, key=lambda row: row.value)
-    middle = median(-row.value for row in shown) + 0.0  # not -0
-    return (
-        f"rounding to BF16 or FP16 takes {middle:.0%} of what the optimizer adds (median of"
-        f" {len(shown)} tensors), and {-worst.value:.0%} in {worst.tensor}; FP32 loses none"
-    )
+    """How much rounding takes from the optimizer's updates of weights and of each state."""
+    gains: dict[str, list[ModuleRow]] = defaultdict(list)
+    for row in rows:
+        if row.kind == "optimizer" and row.statistic == audit.GAIN:
+            state, of, _ = row.tensor.partition(" of ")
+            gains[state if of else "weights"].append(row)
+    said = []
+    for state, shown in gains.items():
+        worst = max(shown, key=lambda row: row.excess)
+        middle = median(-row.value for row in shown) + 0.0  # not -0
+        if worst.excess > 1:
+            said.append(
+                f"{middle:.0%} of what the optimizer adds to {state} (median of {len(shown)}"
+                f" tensors), and {-worst.value:.0%} in {worst.tensor.rpartition(' ')[2]}"
+            )
+    return f"rounding to BF16 or FP16 takes {'; '.join(said)}; FP32 loses none"
 
 
 def _of_sums(rows: list[ModuleRow]) -> str:
@@ -525,6 +550,8 @@ def sentence(row: ModuleRow) -> str:
     usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:.2g}"
     if math.isinf(value):
         return f"{what} is not finite, and it is in FP32"
+    if row.statistic == audit.REPEATED:
+        return "its forward does not repeat itself, as with dropout left on; others like it do"
     if row.statistic == audit.SLOPE:
         return (
             f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"

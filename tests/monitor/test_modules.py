@@ -479,3 +479,19 @@ def test_sums_of_gradients_in_bf16_are_compared_with_fp32(tmp_path, backwards):
     session.close()
     said = [why for _, why in told(tmp_path) if why.startswith("adding up gradients")]
     assert len(said) == (backwards > 2)
+
+
+class Forgotten(nn.GELU):
+    def forward(self, x):
+        return F.dropout(super().forward(x))
+
+
+@pytest.mark.parametrize("where", [[2], [1, 2], [0, 1, 2, 3]])
+def test_dropout_in_one_of_several_like_modules_is_named(tmp_path, where):
+    torch.manual_seed(0)
+    model = Net(layers=4)
+    for index in range(4):
+        model.blocks[index].act = Forgotten() if index in where else nn.GELU()
+    trained(model, steps=8, dirpath=tmp_path)
+    said = told(tmp_path)
+    assert [module for module, _ in said] == (["blocks.2.act"] if where == [2] else [])
