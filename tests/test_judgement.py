@@ -348,7 +348,7 @@ def test_an_alarm_is_critical_from_the_sample_on_that_shows_it(made, since):
     assert found == {since - 100: "warning", since: "critical", since + 50: "critical"}
 
 
-NEXT_TIME = "locate_nonfinite=True names the first place next time"
+NEXT_TIME = "locate_nonfinite=True can name the first place next time"
 
 
 def test_the_place_that_a_replay_found_is_named_and_else_how_to_find_it():

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: Scalars of a sampled step: heads that are counted, and the worst head (`LoggedRun.worst`).
 COUNTED_KEYS = ("guardbit/alarmed_heads", "guardbit/switched_heads")
 WORST_KEYS = ("guardbit/worst_layer", "guardbit/worst_head", "guardbit/worst_excess")
+#: With `audit_modules`: the module furthest beyond its limit.
+MODULE_KEY = "guardbit/module_excess"
 
 #: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
@@ -74,6 +76,8 @@ class LoggedRun:
         for site, layer in self._layer_of.items():
             for head in {*session.alarmed_heads.get(site, ()), *switched.get(site, ())}:
                 self._history.moved.setdefault((layer, head), self.step or 0)
+        if rows := session.modules:
+            metrics[MODULE_KEY] = rows[0].excess
         num_switched = sum(map(len, switched.values()))
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
         worst = dict(zip(WORST_KEYS, self.worst() or (), strict=False))

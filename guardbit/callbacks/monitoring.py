@@ -71,6 +71,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ``guardbit/worst_excess``           how far, times its baseline (`guardbit.dashboards.history`)
     ``guardbit/alarmed_heads``          heads a rule has named so far
     ``guardbit/switched_heads``         heads on a stabilized kernel
+    ``guardbit/module_excess``          with `audit_modules`: the worst number over its limit
     ==================================  ===========================================================
 
     The keys are stable. They are in `trainer.callback_metrics` too, where `EarlyStopping` and

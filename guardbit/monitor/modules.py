@@ -71,6 +71,10 @@ class _Hook:
             return self._otherwise(*args, **kwargs)
         return self._function(*args, **kwargs)
 
+    def pass_on(self) -> None:
+        """Does nothing of its own any more."""
+        self._function = self._otherwise
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Without GuardBit as well, this takes anything and returns None.
         return getattr, (nullcontext(), "__exit__")
@@ -102,6 +106,7 @@ class ModuleAudits:
         self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
+        self._exchanged: list[Callable[[], object]] = []  # how functions are put back
         # In their forward, outermost first: module, name, call.
         self._open: list[tuple[nn.Module, str, Call | None]] = []
         self._calls: dict[str, int] = {}
@@ -176,7 +181,8 @@ class ModuleAudits:
         elif (compiled := vars(module).get(_COMPILED_CALL)) is not None:
             # Hooks of a module that is compiled in place would be traced.
             around = partial(self._around, module, name, compiled)
-            self._exchange(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
+            hook = _Hook(around, otherwise=compiled)
+            self._undo.append(_exchange(module, _COMPILED_CALL, hook, hook))
         else:
             enter = _Hook(self._guarded(partial(self._enter, name)))
             leave = _Hook(self._guarded(partial(self._leave, name)))
@@ -184,10 +190,6 @@ class ModuleAudits:
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove,
                 module.register_forward_hook(leave, with_kwargs=True).remove,
             )
-
-    def _exchange(self, owner: Any, name: str, new: object) -> None:
-        self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
-        setattr(owner, name, new)
 
     def _hook_functions(self, are_losses: bool, is_attention: bool) -> None:
         """Audits functions as modules: losses, attention, and autograd's outside modules."""
@@ -198,12 +200,13 @@ class ModuleAudits:
                 continue
             function = getattr(F, name)
             called = Called(function, "attention" if name == _ATTENTION else "loss")
-            around = partial(self._around, called, name, function)
-            self._exchange(F, name, _Hook(around, otherwise=function))
+            hook = _Hook(partial(self._around, called, name, function), otherwise=function)
+            self._exchanged.append(_exchange(F, name, hook, hook))
         if are_losses and ranks.world_size() == 1 and ".apply" not in guards:
             apply = torch.autograd.Function.apply.__func__
             hook = _Hook(partial(self._apply, apply), otherwise=apply)
-            self._exchange(torch.autograd.Function, "apply", classmethod(hook))
+            of = torch.autograd.Function
+            self._exchanged.append(_exchange(of, "apply", hook, classmethod(hook)))
 
     def _apply(self, apply: Callable[..., Any], of: type, *args: Any, **kwargs: Any) -> Any:
         if self._open or of.__module__.startswith(("torch.", "guardbit.")):
@@ -249,6 +252,7 @@ class ModuleAudits:
 
     def forget(self) -> None:
         """Takes the hooks off, and forgets what was found in the step."""
+        undo_all(self._exchanged)
         undo_all(self._undo)
         for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
@@ -293,6 +297,7 @@ class ModuleAudits:
     ) -> None:
         if call.gradients:
             return  # a second backward
+        undo_all(self._exchanged)  # as early as that, so that user code hardly meets our functions
         given = iter(gradients)
         call.take_gradients([next(given) if is_wanted else None for is_wanted in wanted])
         self._attempt(name, partial(self._audit, name, call))
@@ -522,6 +527,20 @@ def _of_sums(rows: list[ModuleRow]) -> str:
         f" {median(row.value for row in shown):.1%} (median of {len(shown)} tensors), and by"
         f" {worst.value:.1%} in {worst.tensor}; FP32 keeps it"
     )
+
+
+def _exchange(owner: Any, name: str, hook: _Hook, new: object) -> Callable[[], None]:
+    """Puts `new`, which calls a hook, in the place of an attribute; returns what takes it off."""
+    old = vars(owner)[name]
+    setattr(owner, name, new)
+
+    def undo() -> None:
+        if vars(owner).get(name) is new:
+            setattr(owner, name, old)
+        else:  # the user's code has put something around it, which stays
+            hook.pass_on()
+
+    return undo
 
 
 def _is_in(outer: str) -> Callable[[str], bool]:

@@ -495,3 +495,25 @@ def test_dropout_in_one_of_several_like_modules_is_named(tmp_path, where):
     trained(model, steps=8, dirpath=tmp_path)
     said = told(tmp_path)
     assert [module for module, _ in said] == (["blocks.2.act"] if where == [2] else [])
+
+
+def test_functions_that_user_code_wraps_in_a_sampled_step_stay_wrapped():
+    session = MonitorSession(model := Net(), every_n_train_steps=1, audit_modules=True)
+    original, calls = F.cross_entropy, []
+    try:
+        for step in range(4):
+            with session.step(step):
+                if step == 1:
+                    ours = F.cross_entropy
+                    F.cross_entropy = lambda x, y, **how: calls.append(ours) or ours(x, y, **how)
+                tokens = batch(step)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                wrapped = F.cross_entropy
+                loss.backward()
+        assert len(calls) >= 3 and wrapped is not ours and F.cross_entropy is not original
+        before = len(session._modules._open)
+        loss = F.cross_entropy(torch.randn(4, 5, requires_grad=True), torch.zeros(4).long())
+        assert loss.isfinite() and len(session._modules._open) == before
+    finally:
+        F.cross_entropy = original
+        session.close()

@@ -9,8 +9,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS, last_line
+from guardbit.callbacks.loggers import COUNTED_KEYS, MODULE_KEY, WORST_KEYS, last_line
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.measure import measurement as transfer
@@ -22,7 +23,7 @@ from tests.toys import Fires
 def documented_keys():
     table = re.findall(r"^\s*``(guardbit/\w+)``\s+\S", inspect.getdoc(AttentionMonitor), re.M)
     assert len(set(table)) == len(table) > 0
-    return set(table)
+    return set(table) - {MODULE_KEY}  # which needs `audit_modules`
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
@@ -127,6 +128,17 @@ def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
 
 
 ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
+
+
+def test_audits_of_modules_are_logged(trains, tmp_path):
+    recorder = Recorder()
+    monitor = AttentionMonitor(2, audit_modules=True, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, max_steps=7, logger=recorder, log_every_n_steps=1)
+    logged = {step: m[MODULE_KEY] for step, m in recorder.logged if MODULE_KEY in m}
+    rows = guardbit.load(tmp_path / "run").modules
+    excess = (rows["value"].abs() / rows["limit"]).groupby(rows["step"]).max()
+    assert logged == pytest.approx(excess.to_dict())
+    assert set(logged) == {2, 4, 6}
 
 
 class Seen(Callback):
