@@ -14,6 +14,7 @@ import pandas as pd
 from scipy.stats import permutation_test
 
 from guardbit.judgement import AT_RISK, HARDLY_AT_RISK
+from guardbit.judgement.evidence import SATURATED
 from studies.rescue.counterfactual import alarms
 from studies.rescue.measures import series
 from studies.rescue.packed import Run, again_of, kind_of, load, options_of
@@ -30,6 +31,10 @@ STEP, REACHED, PREDICTED = 6000, 5000, 2000
 
 #: Kinds tried after the test: told, and no part of it. Of their runs what `table` reads is kept.
 LATER = ("mla", "encoder", "vit", "gpt2_muon", "mla_muon")
+
+#: The number of the pairs that rules are judged on (`kinds.py`), no part of the test, and the step
+#: up to which their audits predict.
+UNSEEN, AUDITED = 80, 3000
 
 #: Kinds that the test needs, and seeds of each.
 KINDS, SEEDS = 7, 2
@@ -54,7 +59,8 @@ def table(runs: list[Run]) -> pd.DataFrame:
         Kind, rate and seed; `step`, the last that both have up to `STEP`; there the largest logit
         and W_Q norm of the run and of its twin, and the difference of their logarithms; how many
         heads were alarmed in each by then; the run's loss less its twin's in nats, over the 500
-        steps before; and the largest `key_common_mode` of any head of the run at `PREDICTED`.
+        steps before; the largest `key_common_mode` of any head of the run at `PREDICTED`, and the
+        largest `audit` of a head that is not saturated by `AUDITED`.
     """
     rows = []
     for pair in pairs(runs):
@@ -80,19 +86,33 @@ def table(runs: list[Run]) -> pd.DataFrame:
                 "alarmed twin's": len(alarms(pair[1], step)),
                 "loss less twin's": (losses[0] - losses[1]).mean(),
                 "common mode": series(pair[0].frame, "key_common_mode").loc[PREDICTED],
+                "audit": largest_audit(pair[0].frame),
+                "is unseen": again_of(pair[0].name) == UNSEEN,
             }
         )
     return pd.DataFrame(rows)
 
 
-def test(found: pd.DataFrame) -> tuple[float, float]:
-    """Spearman's correlation of common mode and log ratio over kinds, and its one-sided p.
+def largest_audit(frame: pd.DataFrame) -> float:
+    """The largest `dq_relative_error` by `AUDITED` of heads that were not saturated before."""
+    frame = frame[frame["step"] <= AUDITED].sort_values("step")
+    audits, entropies = (
+        frame.loc[frame["indicator"] == name, ["step", "site", "head", "value"]]
+        for name in ("dq_relative_error", "attention_entropy")
+    )
+    joined = pd.merge_asof(audits, entropies, on="step", by=["site", "head"])
+    return float(joined.loc[joined["value_y"] >= SATURATED, "value_x"].max())
+
+
+def test(found: pd.DataFrame, by: str = "common mode") -> tuple[float, float]:
+    """Spearman's correlation of a predictor and log ratio over kinds, and its one-sided p.
 
     Args:
         found: Rows of `table`; a kind is the mean of its seeds.
+        by: The predictor's column.
     """
-    means = found.groupby("kind")[["common mode", "log ratio"]].mean().rank()
-    predictor = means["common mode"].to_numpy() - means["common mode"].mean()
+    means = found.groupby("kind")[[by, "log ratio"]].mean().rank()
+    predictor = means[by].to_numpy() - means[by].mean()
     scale = np.linalg.norm(predictor) * means["log ratio"].std(ddof=0) * len(means) ** 0.5
     result = permutation_test(
         (means["log ratio"].to_numpy(),),
@@ -127,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("no pair has come to the step that is compared")
     told = {"rate": "{:.2e}".format, "logit": "{:,.0f}".format, "twin's": "{:,.0f}".format}
     print(found.to_string(index=False, float_format="{:.3f}".format, formatters=told))
-    of_test = found[~found["kind"].isin(LATER)]
+    of_test = found[~found["kind"].isin(LATER) & ~found["is unseen"]]
     if options.figure:
         draw(of_test).savefig(options.figure, dpi=120)
     seeds = of_test.groupby("kind")["seed"].nunique()
@@ -138,6 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     correlation, p = test(complete)
     print(f"\nSpearman's correlation over {kinds} kinds: {correlation:.2f}, p {p:.3f} (one-sided)")
+    for what, rows in (("these pairs", complete), ("unseen ones", found[found["is unseen"]])):
+        by = {name: test(rows, name)[0] for name in ("common mode", "audit") if len(rows) > 1}
+        print(f"Of {what}: " + ", ".join(f"{name} {value:.2f}" for name, value in by.items()))
 
 
 if __name__ == "__main__":

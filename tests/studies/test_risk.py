@@ -64,3 +64,29 @@ def test_the_correlation_over_kinds_is_spearmans_and_its_p_exact():
     # In the order of the predictor: of the 5,040 orders this one alone reaches it.
     found["log ratio"] = found.groupby("kind")["common mode"].transform("mean")
     assert risk.test(found) == (pytest.approx(1.0), pytest.approx(1 / 5040))
+
+
+def test_the_largest_audit_leaves_out_saturated_heads_and_later_steps():
+    rows = [
+        (1000, "attention_entropy", 0, 1.0), (1000, "attention_entropy", 1, 1e-3),
+        (2000, "attention_entropy", 1, 0.5),
+        (1500, "dq_relative_error", 0, 0.2), (1500, "dq_relative_error", 1, 9.0),
+        (2500, "dq_relative_error", 1, 0.4), (3050, "dq_relative_error", 0, 7.0),
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["step", "indicator", "head", "value"]).assign(site="h.0")
+    assert risk.largest_audit(frame) == 0.4
+    assert np.isnan(risk.largest_audit(frame[frame["indicator"] == "attention_entropy"]))
+
+
+def test_unseen_pairs_do_not_enter_the_test(capsys):
+    results = [str(ROOT / "studies/rescue" / name) for name in ("other_models", "results")]
+    risk.main(results)
+    said = capsys.readouterr().out
+    assert "Spearman's correlation over 8 kinds: 0.88, p 0.004" in said
+    of_seed_3 = [line.split() for line in said.splitlines() if line.endswith("True")]
+    # Of the first four pairs by hand: what positions make of the audit.
+    audits = {row[0]: float(row[-2]) for row in of_seed_3 if row[2] == "3"}
+    assert audits.keys() == {"gpt2", "llama", "llama_none", "llama_qk_norm"}
+    assert min(audits["gpt2"], audits["llama_none"]) > 1 > 0.1 > max(
+        audits["llama"], audits["llama_qk_norm"]
+    )  # fmt: skip
