@@ -20,6 +20,8 @@ start watches; at its first alarm of a head it ends, and four copies go on from 
 (of every 100 steps) before that, two watching, two with `AutoStabilizer()`, to step 10,000. If a
 watching copy does not depart, or a guarded one does, that is told, and the next seed is tried.
 Two tries of seed 9 were lost with the machine soon after copies began, at steps 1,900 and 2,000.
+The third was alarmed at 3,000 and copied from 2,900: by 10,000 no copy departed. Largest logits are
+8,920 and 912 in those that watch, 312 and 353 in guarded ones. So the next seed is 4.
 """
 
 from __future__ import annotations
