@@ -5,8 +5,6 @@ is compared with a head's own baseline are derived from here. `docs/rules.md` de
 Standard library only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

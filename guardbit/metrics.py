@@ -18,8 +18,6 @@ All metrics take:
 - the options of `torchmetrics.Metric`, whose `compute`, `reset` and `plot` they have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

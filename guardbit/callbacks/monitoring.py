@@ -1,7 +1,5 @@
 """`AttentionMonitor` and `AutoStabilizer`: watch, and act on alarms of, a Lightning run."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Mapping

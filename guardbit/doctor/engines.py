@@ -1,7 +1,5 @@
 """The engines that could serve a call, and how they are run."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from contextlib import suppress

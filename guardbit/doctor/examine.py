@@ -1,7 +1,5 @@
 """Examines one engine at one call: runs all kinds of inputs and names what is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

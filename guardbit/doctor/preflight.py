@@ -3,8 +3,6 @@
 Below: the machine, the versions of what computes attention, and their known faults.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import platform

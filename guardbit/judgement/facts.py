@@ -1,7 +1,5 @@
 """The facts of a run: counts, steps and values that its records show. They conclude nothing."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_right

@@ -6,8 +6,6 @@ S is of scale q k only: no clip lowers what a mask or a position bias adds. Unli
 clip changes the weights. An optimizer that writes back copies of them in FP32 undoes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

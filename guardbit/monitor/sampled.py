@@ -11,8 +11,6 @@ whether stages are on ("agree"); weights that are sharded, as norms are taken; t
 events ("events").
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The files may be broken, or somebody else's, so a reader leaves out what exceeds
 so. Without them, one flipped bit in the number of a head would ask for gigabytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Reads a run's telemetry: as it grows, as tables, and as samples."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

@@ -1,7 +1,5 @@
 """One indicator of every head, such as its spectral norm, and the diagnosis of one head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 No pyplot, hence no global state: the figures show in a notebook and nowhere else by themselves.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Mapping, Sequence

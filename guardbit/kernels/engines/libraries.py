@@ -7,8 +7,6 @@ Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)`
 views. Parameters differ between releases, so functions get those keywords that they have.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 The values of heads are FP64 arrays while rules compute, and plain lists in their states.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Which heads of an attention module are audited at a sampled step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
