@@ -54,18 +54,8 @@ CATALOG: tuple[Indicator, ...] = (
         floor=0.0,
         logged_key="guardbit/w_q_spectral_norm",
     ),
-    Indicator(
-        name="w_k_spectral_norm",
-        probe="weights",
-        label="W_K spectral norm",
-        floor=0.0,
-    ),
-    Indicator(
-        name="qk_spectral_norm",
-        probe="weights",
-        label="W_Q^T W_K spectral norm",
-        floor=0.0,
-    ),
+    Indicator(name="w_k_spectral_norm", probe="weights", label="W_K spectral norm", floor=0.0),
+    Indicator(name="qk_spectral_norm", probe="weights", label="W_Q^T W_K spectral norm", floor=0.0),
     Indicator(
         name="multiple_maxima",
         probe="rows",
@@ -103,18 +93,8 @@ CATALOG: tuple[Indicator, ...] = (
         label="common part of the keys",
         logged_key="guardbit/key_common_mode",
     ),
-    Indicator(
-        name="delta_bias",
-        probe="delta",
-        label="delta bias",
-        is_signed=True,
-    ),
-    Indicator(
-        name="delta_bias_abs",
-        probe="delta",
-        label="delta bias, absolute",
-        floor=0.0,
-    ),
+    Indicator(name="delta_bias", probe="delta", label="delta bias", is_signed=True),
+    Indicator(name="delta_bias_abs", probe="delta", label="delta bias, absolute", floor=0.0),
     Indicator(
         name="delta_bias_cumulative",
         probe="delta",
@@ -131,17 +111,9 @@ CATALOG: tuple[Indicator, ...] = (
         logged_key="guardbit/dq_relative_error",
     ),
     Indicator(
-        name="dq_coherent_error",
-        probe="gradient_audit",
-        label="dQ coherent error",
-        is_signed=True,
+        name="dq_coherent_error", probe="gradient_audit", label="dQ coherent error", is_signed=True
     ),
-    Indicator(
-        name="rounding_share",
-        probe="burst",
-        label="rounding's share",
-        is_signed=True,
-    ),
+    Indicator(name="rounding_share", probe="burst", label="rounding's share", is_signed=True),
     *(
         Indicator(
             name=f"rounding_share_{name}",
@@ -151,17 +123,9 @@ CATALOG: tuple[Indicator, ...] = (
         )
         for name, end in (("low", "lower"), ("high", "upper"))
     ),
+    Indicator(name="loss", probe="run", label="training loss", logged_key="guardbit/loss"),
     Indicator(
-        name="loss",
-        probe="run",
-        label="training loss",
-        logged_key="guardbit/loss",
-    ),
-    Indicator(
-        name="grad_norm",
-        probe="run",
-        label="gradient norm",
-        logged_key="guardbit/grad_norm",
+        name="grad_norm", probe="run", label="gradient norm", logged_key="guardbit/grad_norm"
     ),
 )
 
