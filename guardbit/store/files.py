@@ -257,12 +257,6 @@ def good_rows(rows: Rows) -> Rows:
     return rows.filter(good)
 
 
-def check_rows(rows: int, size: int) -> None:
-    """Raises an error if a file of `size` bytes cannot hold that many measured rows."""
-    if rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
-        raise ValueError(f"it unpacks {size:,} bytes to {rows:,} rows, which no run has written")
-
-
 def checked_diagnosis(text: bytes) -> list[dict[str, Any]]:
     """Returns the answers that `guardbit diagnose` has kept of single heads."""
     if len(text) > MAX_DIAGNOSIS:
