@@ -36,8 +36,6 @@ Heads = Literal["all", "largest"]
 
 
 class _HeadMetric(Metric):
-    """One indicator of heads."""
-
     is_differentiable = False
     higher_is_better = None
     full_state_update = False

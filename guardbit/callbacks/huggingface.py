@@ -261,7 +261,6 @@ def _loop() -> Mapping[str, Any]:
 
 
 def _loss_again(loop: Mapping[str, Any], inputs: Any) -> Tensor:
-    """Runs the forward of a micro-batch once more."""
     trainer, model = loop["self"], loop["model"]
     model = model.module if isinstance(model, DistributedDataParallel) else model
     with trainer.compute_loss_context_manager():

@@ -16,8 +16,6 @@ lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a
 the places of their documents.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -68,8 +66,6 @@ _SymInt = Annotated[int, "a compiler may have a symbol for it"]
 
 
 class _Tensors(NamedTuple):
-    """The tensors of a call, which forward and backward get."""
-
     q: Tensor
     k: Tensor
     v: Tensor

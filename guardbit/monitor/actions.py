@@ -154,8 +154,6 @@ class Switching:
 
 @dataclass
 class _Reported:
-    """What was reported of an attention module."""
-
     asked: tuple[str, ...] = ()  # what its heads were asked to run at the last check
     names: tuple[str, ...] = ()  # what its heads run according to the reports
     turns: int = 0  # how often a change was reported

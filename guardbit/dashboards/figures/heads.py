@@ -100,7 +100,6 @@ def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | No
 
 
 def _draw_loss(axes: Axes, loss: pd.Series) -> list[Line2D]:
-    """A second axis, at the right."""
     if not style.has_finite(loss):
         return []
     twin = axes.twinx()
