@@ -191,7 +191,7 @@ def drop_stale() -> None:
 def drop_all() -> None:
     """Forgets all modules that are running: calls are outside any until one begins."""
     frame_stack.clear()
-    runtime.leave_all()
+    runtime.running.clear()
 
 
 # --- errors ---------------------------------------------------------------------------------------
