@@ -15,8 +15,6 @@ Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import inspect

@@ -10,8 +10,6 @@ Otherwise our backward computes the heads whose forward ours ran, and the engine
 `guardbit.flash_attention` runs our kernels in all heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
