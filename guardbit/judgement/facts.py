@@ -206,14 +206,10 @@ def _failures(events: Sequence[Event]) -> tuple[tuple[int, str, int | None], ...
     for event in filter(_is_failure, events):
         stage = event.why.partition(":")[0]
         first, *_ = found.get(stage, (event.step,))
-        found[stage] = first, event.why, _works_again(event, events)
+        said = RECOVERED.format(stage)
+        again = (later.step for later in events if later.why == said and later.step > event.step)
+        found[stage] = first, event.why, min(again, default=None)
     return tuple(found.values())
-
-
-def _works_again(failure: Event, events: Iterable[Event]) -> int | None:
-    """The step from which on the stage that failed works again, if it does."""
-    said = RECOVERED.format(failure.why.partition(":")[0])
-    return min((e.step for e in events if e.why == said and e.step > failure.step), default=None)
 
 
 def severities(
