@@ -435,7 +435,6 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
 
 
 def with_globals(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
-    """Copies a function, with other globals."""
     copied = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

@@ -210,7 +210,6 @@ class SiteState:
         return replace(self, launches=self.launches.copy(), settings=self.settings.copy())
 
     def take_over(self, other: Self) -> None:
-        """Takes over what another state holds."""
         for each in fields(self):
             setattr(self, each.name, getattr(other, each.name))
 

@@ -1,7 +1,5 @@
 """The attention modules (sites) of a model: their calls, weights and heads, and the switch."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import operator
@@ -92,7 +90,7 @@ class Site:
         name: str,
         module: nn.Module,
         number: int,
-        enclosing: Sequence[Site],
+        enclosing: Sequence["Site"],
         wrappers: Sequence[nn.Module],
     ) -> None:
         self.name, self.module, self._wrappers = name, module, wrappers

@@ -140,7 +140,6 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
 
 
 def name_lines(figure: Figure, lines: Sequence[Line2D]) -> None:
-    """Names lines beside the panels."""
     if lines:
         figure.legend(handles=list(lines), loc="outside right center", handlelength=2.6)
 
