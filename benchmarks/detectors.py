@@ -31,7 +31,7 @@ from benchmarks.simulation import Run, poisson_interval, shifted, simulated, str
 from benchmarks.simulation import samples as simulated_samples
 from guardbit.judgement import Evidence, judge
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.measure.audits import LEADING, Audits
+from guardbit.monitor.measure.measurement import LEADING, Audits
 from guardbit.records import Alarm, Sample, event_of
 from guardbit.store.reading import samples_of
 from studies.rescue.packed import ALARMED_FIRST, begun_at, load

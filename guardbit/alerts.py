@@ -1,7 +1,5 @@
 """Tells people of alarms and of the end of a run, and disturbs nothing whatever becomes of that."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -19,16 +17,6 @@ log = logging.getLogger("guardbit")
 VARIABLE = "GUARDBIT_WEBHOOK"
 WEBHOOK_TIMEOUT_SECONDS = 10.0
 MOST_CHARACTERS = 600
-
-
-def webhook_of_run() -> Webhook | None:
-    """The webhook that the environment names, if it names one."""
-    url = os.environ.get(VARIABLE)
-    try:
-        return Webhook(url) if url else None
-    except ValueError:  # which quotes the address, mostly a secret
-        log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
-        return None
 
 
 class Webhook:
@@ -87,6 +75,16 @@ class Webhook:
                 # Not the whole address: it is a secret of whoever may post there.
                 log.warning("the webhook at %s %s: %r", self._host, what, error)
             self._is_failing = True
+
+
+def webhook_of_run() -> Webhook | None:
+    """The webhook that the environment names, if it names one."""
+    url = os.environ.get(VARIABLE)
+    try:
+        return Webhook(url) if url else None
+    except ValueError:  # which quotes the address, mostly a secret
+        log.warning("%s is no address like https://host/path: it gets no alarms", VARIABLE)
+        return None
 
 
 def message(name: str, alarms: Sequence[Alarm | Event]) -> str:

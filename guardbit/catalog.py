@@ -5,8 +5,6 @@ is compared with a head's own baseline are derived from here. `docs/rules.md` de
 Standard library only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,9 +28,7 @@ class Indicator:
     # What is added to its values before a head is compared with its baseline; None if its size
     # does not show that a head diverges.
     floor: float | None = None
-    # The key under which its largest value in size, over all heads, reaches loggers; None if it
-    # does not. Stable, because dashboards are built on it.
-    logged_key: str | None = None
+    is_logged: bool = False  # whether its largest value in size, over all heads, reaches loggers
     sum_of: str | None = None  # whose running sum over the sampled steps it is, if it is one
 
     @property
@@ -54,20 +50,10 @@ CATALOG: tuple[Indicator, ...] = (
         probe="weights",
         label="W_Q spectral norm",
         floor=0.0,
-        logged_key="guardbit/w_q_spectral_norm",
+        is_logged=True,
     ),
-    Indicator(
-        name="w_k_spectral_norm",
-        probe="weights",
-        label="W_K spectral norm",
-        floor=0.0,
-    ),
-    Indicator(
-        name="qk_spectral_norm",
-        probe="weights",
-        label="W_Q^T W_K spectral norm",
-        floor=0.0,
-    ),
+    Indicator(name="w_k_spectral_norm", probe="weights", label="W_K spectral norm", floor=0.0),
+    Indicator(name="qk_spectral_norm", probe="weights", label="W_Q^T W_K spectral norm", floor=0.0),
     Indicator(
         name="multiple_maxima",
         probe="rows",
@@ -75,54 +61,27 @@ CATALOG: tuple[Indicator, ...] = (
         unit=SHARE_OF_ROWS,
         # A share that rises from nothing to next to nothing is no excess.
         floor=0.01,
-        logged_key="guardbit/multiple_maxima",
+        is_logged=True,
     ),
+    # Without a baseline: it nears 1 in healthy heads.
     Indicator(
-        # Without a baseline: it nears 1 in healthy heads.
-        name="multiple_maxima_bf16",
-        probe="rows",
-        label="multiple maxima, BF16",
-        unit=SHARE_OF_ROWS,
+        name="multiple_maxima_bf16", probe="rows", label="multiple maxima, BF16", unit=SHARE_OF_ROWS
     ),
+    Indicator(name="max_logit", probe="rows", label="max logit", floor=0.0, is_logged=True),
+    # Without a baseline: it is low in many healthy heads.
+    Indicator(name="attention_entropy", probe="rows", label="attention entropy", unit="nats"),
+    # Without a baseline: a healthy head may give all its keys the same large part.
     Indicator(
-        name="max_logit",
-        probe="rows",
-        label="max logit",
-        floor=0.0,
-        logged_key="guardbit/max_logit",
+        name="key_common_mode", probe="keys", label="common part of the keys", is_logged=True
     ),
-    Indicator(
-        # Without a baseline: it is low in many healthy heads.
-        name="attention_entropy",
-        probe="rows",
-        label="attention entropy",
-        unit="nats",
-    ),
-    Indicator(
-        # Without a baseline: a healthy head may give all its keys the same large part.
-        name="key_common_mode",
-        probe="keys",
-        label="common part of the keys",
-        logged_key="guardbit/key_common_mode",
-    ),
-    Indicator(
-        name="delta_bias",
-        probe="delta",
-        label="delta bias",
-        is_signed=True,
-    ),
-    Indicator(
-        name="delta_bias_abs",
-        probe="delta",
-        label="delta bias, absolute",
-        floor=0.0,
-    ),
+    Indicator(name="delta_bias", probe="delta", label="delta bias", is_signed=True),
+    Indicator(name="delta_bias_abs", probe="delta", label="delta bias, absolute", floor=0.0),
     Indicator(
         name="delta_bias_cumulative",
         probe="delta",
         label="cumulative delta bias",
         is_signed=True,
-        logged_key="guardbit/delta_bias_cumulative",
+        is_logged=True,
         sum_of="delta_bias",
     ),
     Indicator(
@@ -130,20 +89,12 @@ CATALOG: tuple[Indicator, ...] = (
         probe="gradient_audit",
         label="dQ relative error",
         floor=0.0,
-        logged_key="guardbit/dq_relative_error",
+        is_logged=True,
     ),
     Indicator(
-        name="dq_coherent_error",
-        probe="gradient_audit",
-        label="dQ coherent error",
-        is_signed=True,
+        name="dq_coherent_error", probe="gradient_audit", label="dQ coherent error", is_signed=True
     ),
-    Indicator(
-        name="rounding_share",
-        probe="burst",
-        label="rounding's share",
-        is_signed=True,
-    ),
+    Indicator(name="rounding_share", probe="burst", label="rounding's share", is_signed=True),
     *(
         Indicator(
             name=f"rounding_share_{name}",
@@ -153,18 +104,8 @@ CATALOG: tuple[Indicator, ...] = (
         )
         for name, end in (("low", "lower"), ("high", "upper"))
     ),
-    Indicator(
-        name="loss",
-        probe="run",
-        label="training loss",
-        logged_key="guardbit/loss",
-    ),
-    Indicator(
-        name="grad_norm",
-        probe="run",
-        label="gradient norm",
-        logged_key="guardbit/grad_norm",
-    ),
+    Indicator(name="loss", probe="run", label="training loss", is_logged=True),
+    Indicator(name="grad_norm", probe="run", label="gradient norm", is_logged=True),
 )
 
 BY_NAME: dict[str, Indicator] = {indicator.name: indicator for indicator in CATALOG}
@@ -183,8 +124,9 @@ VALIDATION_LOSS = "validation_loss"
 #: Running sum -> what it sums up.
 SUMS: dict[str, str] = {one.name: one.sum_of for one in CATALOG if one.sum_of}
 
-#: Key of loggers -> the indicator whose largest value over heads, by size, it is.
-LOGGED_KEYS: dict[str, str] = {one.logged_key: one.name for one in CATALOG if one.logged_key}
+#: Key of loggers -> the indicator whose largest value over heads, by size, it is. Keys are stable,
+#: because dashboards are built on them.
+LOGGED_KEYS: dict[str, str] = {f"guardbit/{one.name}": one.name for one in CATALOG if one.is_logged}
 
 
 def of_probe(probe: Probe) -> tuple[str, ...]:

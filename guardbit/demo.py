@@ -6,8 +6,6 @@ attention sink) with large, tied logits. Everything else is ordinary: the model 
 BF16, the monitor measures, the detectors judge, the policy switches.
 """
 
-from __future__ import annotations
-
 import logging
 import sysconfig
 import warnings

@@ -18,8 +18,6 @@ All metrics take:
 - the options of `torchmetrics.Metric`, whose `compute`, `reset` and `plot` they have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -38,8 +36,6 @@ Heads = Literal["all", "largest"]
 
 
 class _HeadMetric(Metric):
-    """One indicator of heads."""
-
     is_differentiable = False
     higher_is_better = None
     full_state_update = False

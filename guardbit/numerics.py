@@ -5,8 +5,6 @@ Random numbers come from Philox 4x32-10 (Salmon et al., "Parallel Random Numbers
 same entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

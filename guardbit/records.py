@@ -4,8 +4,6 @@ A run is described by `Sample` (what was measured), `Alarm` (what a detector saw
 `Decision` (what is done about it).
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import operator

@@ -22,7 +22,7 @@ def indicator_rows():
     for one in CATALOG:
         unit = ", ".join(filter(None, (one.unit, "signed" if one.is_signed else "")))
         baseline = "" if one.floor is None else f"its own, floor {one.floor:g}"
-        key = f"`{one.logged_key}`" if one.logged_key else ""
+        key = f"`guardbit/{one.name}`" if one.is_logged else ""
         begins, ends = f"| `{one.name}` | {one.title}: ", f" | {unit} | {baseline} | {key} |"
         yield f"{re.escape(begins)}[^|\n]+{re.escape(ends)}"
 
@@ -48,7 +48,7 @@ def test_the_page_on_indicators_names_no_other():
 
 def test_names_and_keys_are_there_once():
     assert len(BY_NAME) == len(CATALOG) == len(INDICATORS)
-    assert len(LOGGED_KEYS) == sum(one.logged_key is not None for one in CATALOG)
+    assert len(LOGGED_KEYS) == sum(one.is_logged for one in CATALOG)
     assert not set(HEAD_INDICATORS) & set(RUN_INDICATORS)
 
 

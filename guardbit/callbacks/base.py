@@ -1,7 +1,5 @@
 """What the callbacks of all frameworks share: their guard, and how their sessions begin and end."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar

@@ -1,7 +1,5 @@
 """`HuggingFaceMonitor`: watches and switches a model's heads in Hugging Face's Trainer."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -42,7 +40,7 @@ STATE_FILE = "guardbit.json"
 
 # The callbacks whose training has begun and not ended, with its model and Trainer. After Ctrl-C
 # nothing else may hold them.
-_training: dict[HuggingFaceMonitor, tuple[nn.Module, Trainer]] = {}
+_training: dict["HuggingFaceMonitor", tuple[nn.Module, Trainer]] = {}
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -261,7 +259,6 @@ def _loop() -> Mapping[str, Any]:
 
 
 def _loss_again(loop: Mapping[str, Any], inputs: Any) -> Tensor:
-    """Runs the forward of a micro-batch once more."""
     trainer, model = loop["self"], loop["model"]
     model = model.module if isinstance(model, DistributedDataParallel) else model
     with trainer.compute_loss_context_manager():

@@ -1,7 +1,5 @@
 """`AttentionMonitor` and `AutoStabilizer`: watch, and act on alarms of, a Lightning run."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Mapping
@@ -419,7 +417,6 @@ def _loss_again(
 
 
 def _callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
-    """Returns the callbacks of a Trainer that are instances of a class."""
     # Lightning sets the attribute from another class, where type checkers do not see it.
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return [callback for callback in callbacks if isinstance(callback, kind)]
@@ -442,7 +439,6 @@ def _entries(gradient: Tensor) -> Tensor:
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:
-    """Where this run's files go."""
     logger = trainer.loggers[0] if trainer.loggers else None
     if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
         return Path(trainer.log_dir or trainer.default_root_dir)

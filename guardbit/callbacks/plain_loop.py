@@ -1,7 +1,5 @@
 """`MonitorSession`: watches and switches a model's heads in a training loop of the user's own."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What the page of one run says: its report, and its live page."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -13,8 +13,6 @@ is the factor by which the latest ratio is above the baseline and its noise: 1 i
 times the upper end of the usual range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

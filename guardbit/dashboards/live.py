@@ -5,8 +5,6 @@ the person who started the server knows; requests that name another host are ref
 from a page that has pointed its own name at this machine (DNS rebinding).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

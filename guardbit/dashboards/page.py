@@ -4,8 +4,6 @@ Scripts and styles are part of every page, so that it opens without a network; a
 other script run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -4,8 +4,6 @@ A report is one page (`page.py`) with its figures as PNGs beside it; its policy 
 fetched.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

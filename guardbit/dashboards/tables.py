@@ -3,8 +3,6 @@
 Samples are tables as `guardbit.read_run` returns them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,13 +4,11 @@
 Shapes: S sequences of one head, or query heads that share a key head; R query rows; M keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -43,14 +41,14 @@ class Arithmetic:
     roundings: Mapping[Operation, Rounding] = field(default_factory=dict)
     delta: DeltaSource = "output"
 
-    def with_rounding(self, operation: Operation, rounding: Rounding | None) -> Arithmetic:
+    def with_rounding(self, operation: Operation, rounding: Rounding | None) -> Self:
         """Returns this arithmetic with one operation rounded otherwise; None for not at all."""
         roundings = {name: how for name, how in self.roundings.items() if name != operation}
         if rounding is not None:
             roundings[operation] = rounding
         return replace(self, roundings=roundings)
 
-    def without(self, operation: Operation) -> Arithmetic:
+    def without(self, operation: Operation) -> Self:
         """Returns this arithmetic with one operation in full precision, or with exact delta."""
         source = "probabilities" if operation == "delta" else self.delta
         return replace(self.with_rounding(operation, None), delta=source)
@@ -116,16 +114,16 @@ class HeadInputs:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def on_host(self) -> HeadInputs:
+    def on_host(self) -> Self:
         return replace(self, **{name: value.cpu() for name, value in self.tensors.items()})
 
-    def take(self, index: slice | Tensor) -> HeadInputs:
+    def take(self, index: slice | Tensor) -> Self:
         by_row = ("q", "d_out", "mask", "out", "dq")
         changed = {name: x[:, index] for name, x in self.tensors.items() if name in by_row}
         changed |= {name: getattr(self, name)[index] for name in ("rows", "first", "end")}
         return replace(self, **changed)
 
-    def of_keys(self, seen: slice) -> HeadInputs:
+    def of_keys(self, seen: slice) -> Self:
         """Returns the head with some of its keys; its rows see no others."""
         return replace(
             self,
@@ -136,7 +134,7 @@ class HeadInputs:
             mask=None if self.mask is None else self.mask[..., seen],
         )
 
-    def thinned(self) -> HeadInputs:
+    def thinned(self) -> Self:
         """Returns as many rows, evenly spread, as bound the time of a diagnosis."""
         sequences, rows = self.q.shape[:2]
         most = max(1, _ENTRIES // (sequences * max(1, self.k.size(1))))

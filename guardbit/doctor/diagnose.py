@@ -7,14 +7,12 @@ error adds to the largest singular value of W_Q in gradient descent: -(error . u
 the direction in which the head's W_Q is largest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from operator import add
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -65,7 +63,7 @@ class Measures:
     matrix: Tensor  # FP64 `(D, D)`, E
 
     @classmethod
-    def of(cls, head: HeadInputs, dq: Tensor, exact: Tensor, natural: Tensor) -> Measures:
+    def of(cls, head: HeadInputs, dq: Tensor, exact: Tensor, natural: Tensor) -> Self:
         """Measures a dQ, FP64 `(S, R, D)`."""
         q, along = head.q.double(), head.along
         squares, exact_squares, *moved = gradient_error(dq, exact, along)
@@ -80,7 +78,7 @@ class Measures:
             matrix=((dq - exact).mT @ q).sum(0),
         )
 
-    def __add__(self, other: Measures) -> Measures:
+    def __add__(self, other: "Measures") -> "Measures":
         names = [field.name for field in fields(self)]
         return Measures(*(getattr(self, name) + getattr(other, name) for name in names))
 

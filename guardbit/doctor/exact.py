@@ -17,8 +17,6 @@ delta = rowsum(dO O) has the error of the kernel's own O, which is known, and wh
 project is about: of dQ it is taken as it is, row by row (`Exact.dq_bound`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 

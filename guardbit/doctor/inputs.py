@@ -4,8 +4,6 @@ Heads lie beside one another in memory, as in models. The same kind, shape and m
 numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Below: the machine, the versions of what computes attention, and their known faults.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import platform
@@ -24,9 +22,8 @@ from torch.nn.attention import SDPBackend
 from torch.torch_version import TorchVersion
 
 from guardbit import private
-from guardbit.doctor.engines import library_engines, sdpa_engines
 from guardbit.doctor.exact import Exact, exactly, units_of
-from guardbit.doctor.examine import Examination, Finding, Row
+from guardbit.doctor.examine import Examination, Finding, Row, library_engines, sdpa_engines
 from guardbit.doctor.inputs import DTYPES, KINDS, ExaminedCall, Shape, dense_spec, make, packed_spec
 from guardbit.kernels.engines import Engine, choose
 from guardbit.kernels.spec import AttentionSpec

@@ -4,8 +4,6 @@ Output and dQ are computed with each operation rounded in other ways. The kernel
 that comes nearest to what it returned: with the right roundings most numbers agree to the bit.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal

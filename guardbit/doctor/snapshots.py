@@ -4,8 +4,6 @@
 reads, of plain Python and tensors only.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import fields

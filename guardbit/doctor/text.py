@@ -1,7 +1,5 @@
 """What `guardbit doctor` and `guardbit diagnose` print."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """What a judgement needs of a run's samples. It grows by one number a sampled step at most."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from array import array

@@ -1,7 +1,5 @@
 """The facts of a run: counts, steps and values that its records show. They conclude nothing."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_right
@@ -89,10 +87,15 @@ class Facts:
         # How often heads were measured, when last, and between which samples most steps lie.
         self.head_samples, self.last_head_step, self.hole = evidence.head_steps
         self.is_judged = is_judged(metadata, evidence)  # whether a rule reads what was measured
-        self.bad_gradients_since = _bad_gradients(evidence)  # up to the last sample
+        bad = evidence.bad_norms  # up to the last sample
+        self.bad_gradients_since = bad[0] if len(bad) >= BAD_IN_A_ROW else None
         self.num_modules = len({*self.not_watched, *evidence.layers})
         self.num_watched = self.num_modules - len(self.not_watched)
-        self.watched_in_part = _watched_in_part(metadata)  # one of several calls in a forward
+        # Modules of whose calls in a forward one is measured.
+        self.watched_in_part = sum(
+            bool(at(one, "several_calls")) and not at(one, "unwatched")
+            for one in _sites_of(metadata).values()
+        )
         # Sampled steps in which no watched module called attention: how many, and the first.
         self.without_attention = without_attention_of(metadata)
         lacking, _ = self.without_attention
@@ -203,19 +206,10 @@ def _failures(events: Sequence[Event]) -> tuple[tuple[int, str, int | None], ...
     for event in filter(_is_failure, events):
         stage = event.why.partition(":")[0]
         first, *_ = found.get(stage, (event.step,))
-        found[stage] = first, event.why, _works_again(event, events)
+        said = RECOVERED.format(stage)
+        again = (later.step for later in events if later.why == said and later.step > event.step)
+        found[stage] = first, event.why, min(again, default=None)
     return tuple(found.values())
-
-
-def _works_again(failure: Event, events: Iterable[Event]) -> int | None:
-    """The step from which on the stage that failed works again, if it does."""
-    said = RECOVERED.format(failure.why.partition(":")[0])
-    return min((e.step for e in events if e.why == said and e.step > failure.step), default=None)
-
-
-def _bad_gradients(evidence: Evidence) -> int | None:
-    bad = evidence.bad_norms
-    return bad[0] if len(bad) >= BAD_IN_A_ROW else None
 
 
 def severities(
@@ -319,11 +313,6 @@ def not_watched_of(
     # A module that the first step did not call may have been called since, e.g. an expert.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
     return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
-
-
-def _watched_in_part(metadata: Mapping[str, Any] | None) -> int:
-    sites = _sites_of(metadata).values()
-    return sum(bool(at(one, "several_calls")) and not at(one, "unwatched") for one in sites)
 
 
 def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:

@@ -1,7 +1,5 @@
 """One judgement of a run: what became of it, what moved its heads, how it ended, what to do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

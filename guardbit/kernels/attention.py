@@ -6,8 +6,6 @@ lse `(B, H, N)` FP32.
 `guardbit.kernels.op` decides what a call does, when it runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload

@@ -3,8 +3,6 @@
 Both have the same functions, which `reference` describes. Triton is imported when it is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from importlib import import_module

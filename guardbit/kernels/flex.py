@@ -15,8 +15,6 @@ Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import inspect
@@ -437,7 +435,6 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
 
 
 def with_globals(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
-    """Copies a function, with other globals."""
     copied = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

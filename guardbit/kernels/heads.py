@@ -10,8 +10,6 @@ Otherwise our backward computes the heads whose forward ours ran, and the engine
 `guardbit.flash_attention` runs our kernels in all heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -221,8 +219,6 @@ class Ran(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """What a forward gives."""
-
     out: Tensor
     lse: Tensor
     residual: Tensor | None  # of compensated heads
@@ -230,7 +226,6 @@ class ForwardResult(NamedTuple):
 
 
 def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> ForwardResult:
-    """Runs a call forward."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
     engine, training = call.library, call.training
     if engine is None and call.native:
@@ -351,15 +346,12 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
 
 class BackwardResult(NamedTuple):
-    """What a backward gives."""
-
     gradients: Gradients
     carrier: Tensor  # the O, or O', that delta was taken from
     names: tuple[str, ...]  # the stabilizer that each head ran
 
 
 def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResult:
-    """Runs a call backward."""
     state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)

@@ -7,8 +7,6 @@ large where the keys share a large vector.
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

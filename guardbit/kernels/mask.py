@@ -22,8 +22,6 @@ Dense masks, boolean or additive, hold one entry for each query and key, and bro
 axis; a key is seen if the interval and the mask allow it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

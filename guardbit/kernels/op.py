@@ -16,8 +16,6 @@ lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a
 the places of their documents.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -68,8 +66,6 @@ _SymInt = Annotated[int, "a compiler may have a symbol for it"]
 
 
 class _Tensors(NamedTuple):
-    """The tensors of a call, which forward and backward get."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -556,6 +552,8 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
     promise_aligned_outputs(_without_dropout, _with_dropout, _backward)
     call = _call_of_forward(arguments)
     q = call.q
+    if call.spec.dropout_p > 0:
+        _forbid_merging()
     kept = call.traced and call.keeps_residual
     return (
         _laid_out(call.q, call.v.size(3), call.library is not None),
@@ -564,11 +562,6 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, ...]:
         call.site.new_empty((), dtype=torch.int64),
         *_empty_random(q, call.spec.dropout_p),
     )
-
-
-def _attention_with_dropout_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    _forbid_merging()
-    return _attention_fake(*arguments)
 
 
 @lru_cache
@@ -706,15 +699,12 @@ class _NotDifferentiable(torch.autograd.Function):
         )
 
 
-for _name, _fake in (
-    ("attention", _attention_fake),
-    ("attention_with_dropout", _attention_with_dropout_fake),
-):
+for _name in ("attention", "attention_with_dropout"):
     _library.impl(
         _name, lambda *x: tuple(run_forward(_call_of_forward(x))), "CompositeExplicitAutograd"
     )
     _library.impl(_name, lambda *x: tuple(_differentiable(_call_of_forward(x), True)), "Autograd")
-    torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"guardbit::{_name}", _attention_fake, lib=_library)
 _library.impl("attention_gradients", _run_backward_of_op, "CompositeExplicitAutograd")
 torch.library.register_fake("guardbit::attention_gradients", _attention_backward_fake, lib=_library)
 

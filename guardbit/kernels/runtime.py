@@ -8,8 +8,6 @@ numbers. The layers above enter a module and leave it, and set its observer.
 number of a module is a 0-d CPU tensor: the compiler would specialise on a Python number.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -19,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -207,12 +205,11 @@ class SiteState:
         size = len(names) // count
         return names[index * size : (index + 1) * size]
 
-    def copied(self) -> SiteState:
+    def copied(self) -> Self:
         """Returns a copy, to be taken over again after calls that are none of the model's."""
         return replace(self, launches=self.launches.copy(), settings=self.settings.copy())
 
-    def take_over(self, other: SiteState) -> None:
-        """Takes over what another state holds."""
+    def take_over(self, other: Self) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(other, each.name))
 
@@ -357,10 +354,6 @@ class Runtime:
 
     def end(self) -> None:
         self._owner = _NOBODY  # a frame keeps the inputs and the output of its module
-
-    def leave_all(self) -> None:
-        """Forgets the modules that are running: until one begins, calls are outside any."""
-        self.running.clear()
 
     def apart(self, site: Tensor, caller: FrameType, function: Callable[[], Any]) -> None:
         """Runs one module by itself, whatever else is running."""

@@ -1,7 +1,5 @@
 """What an attention call asks for, as one plain record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Layouts, small integer tensors, the casts of autocast, and the alignment of outputs."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -6,10 +6,8 @@ memory. A device that is not listed gets `FALLBACK`, which fits 99 KiB of shared
 of any GPU since Ampere.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -38,12 +36,12 @@ class Tile(NamedTuple):
         }
 
     @property
-    def for_dropout(self) -> Tile:
+    def for_dropout(self) -> Self:
         """The same without a register limit: drawing the dropout mask needs more."""
         return self._replace(max_registers=None)
 
     @property
-    def for_mask(self) -> Tile:
+    def for_mask(self) -> Self:
         """The same with one tile fewer in flight, no overlap and no TMA, for a dense mask."""
         return self._replace(
             max_registers=None, num_stages=max(1, self.num_stages - 1), overlap=False, use_tma=False

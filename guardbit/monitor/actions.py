@@ -6,8 +6,6 @@ S is of scale q k only: no clip lowers what a mask or a position bias adds. Unli
 clip changes the weights. An optimizer that writes back copies of them in FP32 undoes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,8 +154,6 @@ class Switching:
 
 @dataclass
 class _Reported:
-    """What was reported of an attention module."""
-
     asked: tuple[str, ...] = ()  # what its heads were asked to run at the last check
     names: tuple[str, ...] = ()  # what its heads run according to the reports
     turns: int = 0  # how often a change was reported

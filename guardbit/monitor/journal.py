@@ -1,7 +1,5 @@
 """What a monitored run records: events in the log; events, samples and metadata in its folder."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Steps whose loss or gradients are not finite: they are found, run once more, and skipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

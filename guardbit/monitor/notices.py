@@ -1,7 +1,5 @@
 """What a user must know of a run besides its samples, each reported once."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

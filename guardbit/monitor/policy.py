@@ -1,7 +1,5 @@
 """From alarms to decisions, by the roles that alarms carry, never by the names of their rules."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -6,8 +6,6 @@ holds these parameters is affine, and its outputs on the unit vectors are its ma
 is measured. To compute it from the parameters would take a rule for every kind of adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -83,7 +81,7 @@ class Weights:
         self.num_calls = len(calls)
         return calls
 
-    def with_matrix(self, name: str, rerun: Rerun) -> Weights:
+    def with_matrix(self, name: str, rerun: Rerun) -> "Weights":
         """Returns the same with a submodule as one matrix."""
         plain, widths = Weights(self.module, self.is_shared), []
 

@@ -4,8 +4,6 @@ They have a group of their own, on the host, apart from training's. A rank waits
 `EXCHANGE_SECONDS` at most: then the others count as lost, and nothing is exchanged any more.
 """
 
-from __future__ import annotations
-
 import atexit
 import pickle
 import zlib

@@ -1,7 +1,5 @@
 """Runs the detectors over recorded telemetry again, as if the run were live."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -11,8 +11,6 @@ whether stages are on ("agree"); weights that are sharded, as norms are taken; t
 events ("events").
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -124,29 +122,21 @@ class SampledSteps:
         samples = self._samples_of_all_ranks(sent)
         judged = Judged(step, samples)
         self._journal.add(samples)
-        judging = (
-            ("scalars", partial(self._find_largest, judged)),
-            ("burst", partial(self._burst.note, samples)),
-            ("detectors", partial(self._detect, judged)),
-            ("judgement", partial(self._grade, judged)),
-        )
-        telling = (
-            ("alarms", partial(self._record_alarms, judged)),
-            ("alerts", partial(self._send_news, judged)),
-            ("burst", partial(self._begin_bursts, judged)),
-        )
-        acting = (
-            ("policy", partial(self._decide, judged)),
-            ("clip", partial(self._clip, judged)),
-        )
-        self._stages.run(judging)
+        attempt = self._stages.attempt
+        judged.scalars = attempt("scalars", partial(largest, samples)) or {}
+        attempt("burst", partial(self._burst.note, samples))
+        found = attempt("detectors", partial(self.detectors.update, samples)) or []
+        grade = partial(graded, found, self._journal.evidence)
+        judged.found = attempt("judgement", grade) or found
         show(judged)
-        self._stages.run(telling)
+        attempt("alarms", partial(self._record_alarms, judged))
+        attempt("alerts", partial(self._send_news, judged))
+        attempt("burst", partial(self._begin_bursts, judged))
         self._unheeded = [*self._unheeded, *judged.alarms]
         if self._is_informed:  # else this sample failed, and its alarms wait for the next one
             judged.unheeded, self._unheeded = self._unheeded, []
-            after_step(partial(self._stages.run, acting))
-        self._stages.attempt("verdict", self._report_verdict)
+            after_step(partial(self._act, judged))
+        attempt("verdict", self._report_verdict)
         return judged.alarms
 
     def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
@@ -193,15 +183,6 @@ class SampledSteps:
 
     # --- stages, in their order ------------------------------------------------------------------
 
-    def _find_largest(self, judged: Judged) -> None:
-        judged.scalars = largest(judged.samples)
-
-    def _detect(self, judged: Judged) -> None:
-        judged.found = self.detectors.update(judged.samples)
-
-    def _grade(self, judged: Judged) -> None:
-        judged.found = graded(judged.found, self._journal.evidence)
-
     def _record_alarms(self, judged: Judged) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""
         for alarm in judged.found:
@@ -227,6 +208,11 @@ class SampledSteps:
                 if alarm.site:
                     self._burst.want(alarm.site, alarm.heads, not alarm.role.is_advisory)
         self.follow_bursts()
+
+    def _act(self, judged: Judged) -> None:
+        """Switches and clips, between two steps."""
+        self._stages.attempt("policy", partial(self._decide, judged))
+        self._stages.attempt("clip", partial(self._clip, judged))
 
     def _decide(self, judged: Judged) -> None:
         now, restless = self._schedule.last_ended or 0, self.detectors.restless()

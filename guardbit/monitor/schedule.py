@@ -1,7 +1,5 @@
 """Where a run stands in its optimizer steps, and which of them are sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.

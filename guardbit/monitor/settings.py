@@ -1,7 +1,5 @@
 """The settings of a monitor, checked before a run begins."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import typing

@@ -1,7 +1,5 @@
 """The attention modules (sites) of a model: their calls, weights and heads, and the switch."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import operator
@@ -92,7 +90,7 @@ class Site:
         name: str,
         module: nn.Module,
         number: int,
-        enclosing: Sequence[Site],
+        enclosing: Sequence["Site"],
         wrappers: Sequence[nn.Module],
     ) -> None:
         self.name, self.module, self._wrappers = name, module, wrappers
@@ -191,22 +189,19 @@ class Site:
         """
         (head,) = checked_heads([head])
         try:
-            return self._query_weight(head)
+            weights, own = self.query_weights(), self.own_heads
+            if len(own) == self.num_heads:
+                own = range(len(weights))
+            heads = max(self.num_heads, len(weights))
+            if not 0 <= head < heads:
+                raise IndexError(f"head is {head}; it must be 0 to {heads - 1}")
+            if head not in own:
+                where = f"{own.start} to {own.stop - 1}"
+                raise LayoutUnavailable(f"head {head} is on another rank, this one has {where}")
+            return weights[head - own.start]
         except LayoutUnavailable as unavailable:
             why = f"W_Q of site '{self.name}' is unavailable: {unavailable}"
             raise LayoutUnavailable(why) from unavailable
-
-    def _query_weight(self, head: int) -> Tensor:
-        weights, own = self.query_weights(), self.own_heads
-        if len(own) == self.num_heads:
-            own = range(len(weights))
-        heads = max(self.num_heads, len(weights))
-        if not 0 <= head < heads:
-            raise IndexError(f"head is {head}; it must be 0 to {heads - 1}")
-        if head not in own:
-            where = f"{own.start} to {own.stop - 1}"
-            raise LayoutUnavailable(f"head {head} is on another rank, this one has {where}")
-        return weights[head - own.start]
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of this rank's heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
@@ -455,12 +450,6 @@ def _wrapped_in(module: nn.Module) -> str | None:
     return next((name for name in names if name in module._modules), None)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while (child := _wrapped_in(model)) is not None:
-        model = model.get_submodule(child)
-    return model
-
-
 def _named_without_wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields each module that is not a wrapper, with a name that leaves out wrappers."""
     of_wrappers, taken = set[str](), set[str]()
@@ -495,7 +484,9 @@ def around(name: str, model: nn.Module) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-    yield type(_unwrapped(model)).__name__
+    while (child := _wrapped_in(model)) is not None:
+        model = model.get_submodule(child)
+    yield type(model).__name__
 
 
 class Instrumentation:
@@ -636,11 +627,8 @@ class Instrumentation:
         self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
 
     def _present(self) -> dict[str, Site]:
-        present = self._modules_now()
+        present = once(self._user, lambda: {id(module) for module in self._model.modules()})
         return {name: site for name, site in self._sites.items() if id(site.module) in present}
-
-    def _modules_now(self) -> set[int]:
-        return once(self._user, lambda: {id(module) for module in self._model.modules()})
 
     def observe(
         self, observer: Callable[[AttentionCall], None] | None, only: Collection[str] | None = None

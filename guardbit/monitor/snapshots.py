@@ -1,7 +1,5 @@
 """Keeps copies of alarmed heads' inputs at the sampled steps after an alarm, for `diagnose`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stages of a monitor, which are tried again after failures, and the monitor's log."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -25,27 +25,14 @@ its first row or event: a run that dies before it has recorded anything hides no
 of hidden steps stay on disk.
 """
 
-from guardbit.store.files import RUN_FOLDER, folder_of_run, is_run, runs_below
-from guardbit.store.reading import (
-    RunFollower,
-    read_end,
-    read_events,
-    read_metadata,
-    read_modules,
-    read_run,
-)
-from guardbit.store.writing import RunWriter
-
-__all__ = [
-    "RUN_FOLDER",
-    "RunFollower",
-    "RunWriter",
-    "folder_of_run",
-    "is_run",
-    "read_end",
-    "read_events",
-    "read_metadata",
-    "read_modules",
-    "read_run",
-    "runs_below",
-]
+from guardbit.store.files import RUN_FOLDER as RUN_FOLDER
+from guardbit.store.files import folder_of_run as folder_of_run
+from guardbit.store.files import is_run as is_run
+from guardbit.store.files import runs_below as runs_below
+from guardbit.store.reading import RunFollower as RunFollower
+from guardbit.store.reading import read_end as read_end
+from guardbit.store.reading import read_events as read_events
+from guardbit.store.reading import read_metadata as read_metadata
+from guardbit.store.reading import read_modules as read_modules
+from guardbit.store.reading import read_run as read_run
+from guardbit.store.writing import RunWriter as RunWriter

@@ -4,8 +4,6 @@ The files may be broken, or somebody else's, so a reader leaves out what exceeds
 so. Without them, one flipped bit in the number of a head would ask for gigabytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -257,12 +255,6 @@ def good_rows(rows: Rows) -> Rows:
     for name in rows.schema.names[:-1]:
         good = compute.and_(good, compute.is_valid(rows[name]))
     return rows.filter(good)
-
-
-def check_rows(rows: int, size: int) -> None:
-    """Raises an error if a file of `size` bytes cannot hold that many measured rows."""
-    if rows > max(MANY_ROWS, ROWS_PER_BYTE * size):
-        raise ValueError(f"it unpacks {size:,} bytes to {rows:,} rows, which no run has written")
 
 
 def checked_diagnosis(text: bytes) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Writes a run's telemetry."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -12,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -140,7 +138,7 @@ class RunWriter:
         self._series = {kind: _SegmentSeries(folder, kind, session) for kind in _KINDS}
         self.update_metadata(metadata or {})
 
-    def __enter__(self) -> RunWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.engines import sdpa_engine
+from guardbit.doctor.examine import sdpa_engine
 from guardbit.doctor.inputs import KINDS, Shape, dense_spec, make
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines import Engine

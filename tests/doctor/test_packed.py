@@ -2,7 +2,7 @@
 
 import pytest
 
-from guardbit.doctor import engines
+from guardbit.doctor import examine
 from guardbit.doctor.inputs import Shape
 from guardbit.doctor.preflight import Examiner
 from tests import flash_stand_in
@@ -19,7 +19,7 @@ def libraries(monkeypatch):
     def serves(name, call):
         return "cuDNN" not in name or call.spec.window == (-1, -1)
 
-    monkeypatch.setattr(engines, "serves", serves)
+    monkeypatch.setattr(examine, "serves", serves)
     yield
     take_back()
 

@@ -34,7 +34,7 @@ def test_the_innermost_module_counts(own):
     assert own.current is inner and own.is_inside_site()
     own.leave()
     assert own.current is outer and own.is_inside_site()
-    own.leave_all()
+    own.running.clear()
     assert not own.is_inside_site()
 
 

@@ -4,8 +4,6 @@ Each returns None where the run recorded nothing it could draw. All share one st
 steps and one way to mark events (`style`). `CHARTS` are those of a report, in their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from matplotlib.figure import Figure

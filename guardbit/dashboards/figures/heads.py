@@ -1,7 +1,5 @@
 """One indicator of every head, such as its spectral norm, and the diagnosis of one head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -102,7 +100,6 @@ def _maxima_over_loss(run: Recorded, indicator: str, scores: str) -> Figure | No
 
 
 def _draw_loss(axes: Axes, loss: pd.Series) -> list[Line2D]:
-    """A second axis, at the right."""
     if not style.has_finite(loss):
         return []
     twin = axes.twinx()

@@ -1,7 +1,5 @@
 """Heat maps: layers by steps, and the whole model at one step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Whole runs: the story of one, its loss and gradient norm, and several over one another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

@@ -3,8 +3,6 @@
 No pyplot, hence no global state: the figures show in a notebook and nowhere else by themselves.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -142,7 +140,6 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
 
 
 def name_lines(figure: Figure, lines: Sequence[Line2D]) -> None:
-    """Names lines beside the panels."""
     if lines:
         figure.legend(handles=list(lines), loc="outside right center", handlelength=2.6)
 

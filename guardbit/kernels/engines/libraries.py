@@ -7,8 +7,6 @@ Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)`
 views. Parameters differ between releases, so functions get those keywords that they have.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -110,23 +108,28 @@ class Varlen(LibraryEngine):
     home = "torch.nn.attention.varlen"
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, _, _ = inputs
-        q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
-        out, lse, *_ = private.packed_flash_ops[0](
-            q, k, v, *(spec.documents or ()), 0.0, spec.causal is True, False,
-            **_window_arguments(spec), **self.scheduled,
-        )  # fmt: skip
-        return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
+        spec, layout = inputs.spec, self.layout(inputs.spec)
+        out, lse, *_ = self._run_forward(spec, *(as_given(x, layout) for x in inputs[:3]))
+        return heads_first(out, layout), lse.unsqueeze(0)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
         tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = private.packed_flash_ops[1](
-            *tensors, lse.squeeze(0), *(spec.documents or ()), 0.0, spec.causal is True, philox,
-            q.new_empty(0), **_window_arguments(spec),
-        )  # fmt: skip
+        gradients = self._run_backward(spec, philox, *tensors, lse.squeeze(0))
         return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
+
+    def _run_forward(self, spec: AttentionSpec, *tensors: Tensor) -> Any:
+        return private.packed_flash_ops[0](
+            *tensors, *(spec.documents or ()), 0.0, spec.causal is True, False,
+            **_window_arguments(spec), **self.scheduled,
+        )  # fmt: skip
+
+    def _run_backward(self, spec: AttentionSpec, philox: Tensor, *tensors: Tensor) -> Any:
+        return private.packed_flash_ops[1](
+            *tensors, *(spec.documents or ()), 0.0, spec.causal is True, philox,
+            tensors[1].new_empty(0), **_window_arguments(spec),
+        )  # fmt: skip
 
 
 class VarlenCuDNN(Varlen):
@@ -140,24 +143,17 @@ class VarlenCuDNN(Varlen):
             return "this release of PyTorch runs varlen_attn on flash kernels"
         return super().why_missing(is_packed)
 
-    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, _, _ = inputs
-        q, k, v = (as_given(x, self.layout(spec)) for x in (q, k, v))
-        out, lse, *_ = private.packed_cudnn_ops[0](
-            q, k, v, None, *(spec.documents or ()), True, 0.0, spec.causal is True, False,
+    def _run_forward(self, spec: AttentionSpec, *tensors: Tensor) -> Any:
+        return private.packed_cudnn_ops[0](
+            *tensors, None, *(spec.documents or ()), True, 0.0, spec.causal is True, False,
             scale=spec.scale,
         )  # fmt: skip
-        return heads_first(out, self.layout(spec)), lse.unsqueeze(0)
 
-    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, _ = inputs
-        tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
-        philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = private.packed_cudnn_ops[1](
-            *tensors, lse.squeeze(0), philox, philox, None, *(spec.documents or ()), 0.0,
-            spec.causal is True, scale=spec.scale,
+    def _run_backward(self, spec: AttentionSpec, philox: Tensor, *tensors: Tensor) -> Any:
+        return private.packed_cudnn_ops[1](
+            *tensors, philox, philox, None, *(spec.documents or ()), 0.0, spec.causal is True,
+            scale=spec.scale,
         )  # fmt: skip
-        return Gradients(*(heads_first(x, self.layout(spec)) for x in gradients))
 
 
 def varlen_runs_on_cudnn(
@@ -415,7 +411,6 @@ def home_of(label: str) -> str:
 
 
 def _label_of(name: str, module: Any) -> str | None:
-    """Returns the label of the engine that a module serves, or None."""
     package, file = name.partition(".")[0], name.rpartition(".")[2]
     has: Mapping[str, Any] = {} if package in _NOT_OF_HUB else getattr(module, "__dict__", {})
     return next((label for of, part, label in _OF_HUB if of == file and part in has), None)

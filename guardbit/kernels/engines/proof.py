@@ -8,8 +8,6 @@ another delta must change them as theory says:
     dS = P (dP - delta),  so that delta + t adds  -scale t_i sum_j P_ij K_j  to dQ_i.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import lru_cache, partial

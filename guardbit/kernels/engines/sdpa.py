@@ -1,7 +1,5 @@
 """The engines of `F.scaled_dot_product_attention`, one for each of PyTorch's backends."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace

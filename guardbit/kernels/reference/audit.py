@@ -1,7 +1,5 @@
 """The FP32 results that a kernel is compared with: O, row statistics and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Shared by the passes of the reference: dropout, grouped heads, FP32 products, scores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Exact delta from a kernel's forward results, and the O' that carries it to its backward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Forward and backward: O, L and the gradients, with each head's own stabilizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

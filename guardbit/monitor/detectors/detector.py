@@ -1,7 +1,5 @@
 """Runs the rules over samples of a live run or of a recorded one, and keeps their states."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

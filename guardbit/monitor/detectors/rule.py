@@ -3,8 +3,6 @@
 The values of heads are FP64 arrays while rules compute, and plain lists in their states.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -111,8 +109,6 @@ class Rule(Protocol):
     - `reads`: the indicators without which it can judge nothing. In place of one there may be a
       tuple of alternatives, one of which is enough. The user is warned if they are not measured.
     - `role`, a `guardbit.records.Role`: what it judges. Without one it judges single heads.
-    - `levels`, indicator -> a value below which it does not fire by that indicator, which pages
-      draw. Of a signed indicator its size counts, of the loss the nats above its best.
     """
 
     @property

@@ -8,5 +8,3 @@ Forward hooks keep a stack of the running modules; the innermost one owns a call
 from guardbit.monitor.interception.frames import of_call
 from guardbit.monitor.interception.installation import left_alone, replaced
 from guardbit.monitor.interception.seen import OutsideCalls, StepCalls, ran, unchanged
-
-__all__ = ["OutsideCalls", "StepCalls", "left_alone", "of_call", "ran", "replaced", "unchanged"]

@@ -4,8 +4,6 @@ Errors are reported to the sessions. After one in a hook, the remaining forward 
 any site, so its calls go to PyTorch. After one in a stand-in, PyTorch's function takes that call.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -48,7 +46,7 @@ class Place:
             self.site = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.has_run = False  # whether the module has run eagerly
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
         return Place(NO_SITE)
 
     def __reduce__(self) -> Any:
@@ -66,7 +64,7 @@ class Absent:
 
     METHOD = "__exit__"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> Any:
@@ -191,7 +189,7 @@ def drop_stale() -> None:
 def drop_all() -> None:
     """Forgets all modules that are running: calls are outside any until one begins."""
     frame_stack.clear()
-    runtime.leave_all()
+    runtime.running.clear()
 
 
 # --- errors ---------------------------------------------------------------------------------------

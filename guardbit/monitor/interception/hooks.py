@@ -92,8 +92,7 @@ for _function in (
     _enter_traced, _leave_traced, _begin_step, _end_step, _site_of, frames.push, frames.pop,
     frames.drop_stale, frames.drop_all, frames.site_number, frames.site_of, number_of, read,
     is_recomputing, is_traced, Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end,
-    Runtime.leave_all, Runtime.site, Runtime.is_other_thread, Runtime.is_owner_running,
-    Clock.begin, Clock.end,
+    Runtime.site, Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip
     private.skip_code(_function.__code__)
 

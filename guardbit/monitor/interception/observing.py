@@ -81,12 +81,7 @@ def observe(
 
 @reporting
 def _hear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: Causal,
-    scale: float | None,
-    mask: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: Causal, scale: float | None, mask: Tensor | None
 ) -> Tensor | None:
     """Records an eager call and hands it to its observer; returns the keys to give back."""
     if not runtime.is_inside_site() or is_empty(q, k):

@@ -7,5 +7,3 @@ heads that a rule has named at every step for a while.
 
 from guardbit.monitor.measure.burst import Burst
 from guardbit.monitor.measure.measurement import Measurement, Sent, Transfer, is_number, largest
-
-__all__ = ["Burst", "Measurement", "Sent", "Transfer", "is_number", "largest"]

@@ -11,6 +11,7 @@ from numbers import Complex, Real
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,6 @@ from guardbit.catalog import HEAD_INDICATORS, SUMS
 from guardbit.kernels.runtime import AttentionCall, runtime
 from guardbit.kernels.tensors import device_constant
 from guardbit.monitor import ranks
-from guardbit.monitor.measure.audits import Audits
 from guardbit.monitor.measure.origins import Origins
 from guardbit.monitor.measure.probes import CallProbe, CallView, plan_for
 from guardbit.monitor.measure.weights import norms_of_sites
@@ -31,6 +31,17 @@ _SUM_OF = {summed: name for name, summed in SUMS.items()}
 
 # The column of what `Origins` compares.
 _ORIGINS = "origins"
+
+#: Suspects of a module that are audited at one sampled step; if there are more, they take turns.
+MOST_SUSPECTS = 4
+
+#: What says where to look first.
+LEADING = ("w_q_spectral_norm", "key_common_mode", "max_logit")
+
+# Weight of a sample in the mean that a head's W_Q is compared with, which spans some ten samples.
+_WEIGHT = 0.1
+
+_TINY = float(np.finfo(np.float32).tiny)
 
 #: Name, step and factor of a scalar of the run.
 Scalar = tuple[str, int, float]
@@ -260,6 +271,76 @@ class Measurement:
             )
             for row, (name, site) in enumerate(sites.items())
         }  # fmt: skip
+
+
+class Audits:
+    """Chooses the heads: suspects, and by turns the next in order and one that leads.
+
+    A head leads by the growth of its W_Q, by what its keys have in common, or by its logits, each
+    in its turn, every six samples. Every head is audited once in twice as many samples as heads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.suspects: dict[str, set[int]] = {}  # site -> heads under suspicion
+        self._count = count  # heads of a module at a sampled step, besides suspects
+        self._step = 0  # sampled steps so far
+        # Site -> mean of the logarithms of its W_Q norms.
+        self._mean: dict[str, list[float]] = {}
+        self._order: dict[str, dict[str, list[int]]] = {}  # site -> indicator -> the largest first
+
+    def heads(self, site: str, num_heads: int) -> list[int]:
+        """Returns the heads of a site to audit at this sampled step, ascending."""
+        suspects = sorted(head for head in self.suspects.get(site, ()) if head < num_heads)
+        if len(suspects) > MOST_SUSPECTS:
+            first = self._step * MOST_SUSPECTS
+            suspects = _turned(suspects, first)[:MOST_SUSPECTS]
+        chosen = list(suspects)
+        orders = [self._order.get(site, {}).get(name, []) for name in LEADING]
+        count = min(self._count, num_heads)
+        for turn in range(self._step * count, (self._step + 1) * count):
+            led = orders[turn // 2 % len(orders)] if turn % 2 else []
+            for head in [*led, *_turned(range(num_heads), turn // 2)]:
+                if head < num_heads and head not in chosen:
+                    chosen.append(head)
+                    break
+        return sorted(chosen)
+
+    def end_step(self) -> None:
+        self._step += 1
+
+    def note(self, samples: Iterable[Sample]) -> None:
+        """Takes what was measured at a sampled step."""
+        for sample in samples:
+            if sample.indicator in LEADING and sample.site:
+                values = np.abs(np.array(sample.values))
+                if sample.indicator == "w_q_spectral_norm":
+                    values = self._growth(sample.site, np.log(np.maximum(values, _TINY)))
+                order = np.argsort(-values, kind="stable")[: np.count_nonzero(values == values)]
+                self._order.setdefault(sample.site, {})[sample.indicator] = order.tolist()
+
+    def _growth(self, site: str, logs: np.ndarray) -> np.ndarray:
+        mean = np.array(self._mean.get(site, ()))
+        mean = np.where(np.isnan(mean), logs, mean) if len(mean) == len(logs) else logs
+        growth = logs - mean
+        self._mean[site] = np.where(np.isnan(logs), mean, mean + _WEIGHT * growth).tolist()
+        return growth
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next choices depend on; plain Python only."""
+        suspects = {site: sorted(heads) for site, heads in self.suspects.items()}
+        return copy.deepcopy(
+            {"suspects": suspects, "step": self._step, "mean": self._mean, "order": self._order}
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
+        self._step = state["step"]
+        self._mean, self._order = copy.deepcopy((state["mean"], state["order"]))
+
+
+def _turned(heads: Sequence[int], first: int) -> list[int]:
+    first %= len(heads)
+    return [*heads[first:], *heads[:first]]
 
 
 def precision_of(q: Tensor) -> str:

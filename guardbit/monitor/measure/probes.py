@@ -3,8 +3,6 @@
 "Paper" is arXiv 2510.04212.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

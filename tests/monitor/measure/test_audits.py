@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from guardbit.monitor.measure.audits import LEADING, MOST_SUSPECTS, Audits
+from guardbit.monitor.measure.measurement import LEADING, MOST_SUSPECTS, Audits
 from guardbit.records import Sample
 
 HEADS = 6

@@ -1,7 +1,5 @@
 """The rules on audits: the queries of a head train on rounding error, or may."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar

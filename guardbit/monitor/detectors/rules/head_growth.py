@@ -1,7 +1,5 @@
 """The rule `head_growth`: a head's query weights and logits outgrow the model's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rules of the whole run, `model_logits` and `loss_departure`: its logits, and its loss."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

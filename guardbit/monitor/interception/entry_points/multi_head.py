@@ -4,8 +4,6 @@ With need_weights=False it calls `F.scaled_dot_product_attention`, whose entry p
 call. With need_weights=True PyTorch writes attention out, which is watched but cannot be switched.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types
@@ -78,7 +76,7 @@ def _heads_of_module(args: Args, kwargs: Kwargs) -> Heads:
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
-def _watched(args: Args, kwargs: Kwargs) -> _Products | None:
+def _watched(args: Args, kwargs: Kwargs) -> "_Products | None":
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
         if _given("need_weights", args, kwargs, True):
