@@ -1,47 +1,24 @@
-"""Runs modules once more, as the run did and in FP32, and compares: the audit of modules.
+"""Compares calls of modules with the same in FP32: the audit of modules.
 
-A part of a call's inputs is kept, with the gradients that came to its outputs. The module's forward
-then runs from them twice: as it ran, and in FP32, which is the same code without casts to lower
-precision. Compared are the output, the gradients of the inputs and those of the weights. `slope`
+Compared are the output of a call, the gradients of its inputs and those of its weights. `slope`
 compares the backward with FP64 differences of its own forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
-from guardbit import private
-from guardbit.guard import then_undo, undo_all, within_all
-from guardbit.layers.replay import is_freed, put_back
-from guardbit.numerics import ieee_products
-
-T = TypeVar("T")
-
-#: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
-MOST_NUMBERS = 1 << 20
-
-#: Bytes that a repetition may keep for its backward, weights included; on a GPU as well this part
-#: of what it holds.
-MOST_BYTES, MOST_HELD = 1 << 29, 1 / 32
-
-#: Fewest rows of a call whose rows can be taken apart.
-FEWEST_ROWS = 64
+from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again
+from guardbit.layers.replay import is_freed
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
 MOST_REPEATED = 0.02
-
-#: Weights of modules inside a block take part in `slope` if they are no more.
-MOST_MOVED = 1 << 23
 
 #: Standard deviations of a gain that roundings without bias may show.
 CHANCE = 4.0
@@ -51,22 +28,6 @@ AS_DEFINED = 0.02
 
 #: Step of the differences, relative to the size of the tensor; some code does not take FP64.
 DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-
-_LOW = frozenset({torch.bfloat16, torch.float16})
-_WITH_BITS = {torch.int16: torch.bfloat16, torch.int32: torch.float32, torch.int64: torch.float64}
-_BY_BITS = 2**-6  # a change by rounding to BF16, or by cutting off, is smaller
-_CASTS = {"bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32}
-
-#: Where modules without weights are functions of each number.
-_PLAIN = ("torch.nn.", "transformers.activations")
-
-#: Kinds whose rows do not see each other.
-_BY_ROWS = (nn.Linear, nn.Embedding)
-
-_LINEAR = (
-    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 
 GAIN, ERROR, SLOPE, RESIDUAL = "gain", "relative_error", "slope", "residual_error"
 # The run's output and its repetition, stored where others like it repeat; never stored: what of a
@@ -110,49 +71,6 @@ OF_ALL = {SLOPE: 0.02, RESIDUAL: 0.5, REPEATED: MOST_REPEATED}
 OF_WEIGHTS = {"optimizer": {GAIN: 0.1}, "accumulation": {ERROR: 0.004}}
 
 
-class Called(nn.Module):
-    """A function as a module, such as a loss that no module calls."""
-
-    def __init__(self, function: Callable[..., Any], kind: str) -> None:
-        super().__init__()
-        self.function, self.kind = function, kind
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
-        return self.function(*args, **kwargs)
-
-
-class NotMeasured(Exception):
-    """Raised with the reason, in words, why a call cannot be compared."""
-
-
-def autocast_now() -> dict[str, torch.dtype]:
-    """The devices for which autocast is on, and the dtypes it casts to."""
-    on = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
-    return {each: torch.get_autocast_dtype(each) for each in on}
-
-
-def kind_of(module: nn.Module) -> str:
-    """The kind of a module, by which its limits go."""
-    if isinstance(module, Called):
-        return module.kind
-    if next(module.children(), None) is not None:
-        return "block"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    name = type(module).__name__.lower()
-    if "norm" in name:
-        return "norm"
-    if "loss" in name or "entropy" in name:
-        return "loss"
-    if isinstance(module, _LINEAR) or _is_conv1d(module):
-        return "linear"
-    has_weights = next(module.parameters(), None) is not None
-    # Code of one's own may do as much as a block.
-    is_own = not type(module).__module__.startswith(_PLAIN)
-    return "block" if has_weights or is_own else "activation"
-
-
 def limit_of(kind: str, tensor: str, statistic: str) -> float:
     """What a sound module stays below, in size."""
     if kind in OF_WEIGHTS:
@@ -162,99 +80,6 @@ def limit_of(kind: str, tensor: str, statistic: str) -> float:
     part = tensor.split(" ")[0]  # "output 1" is the second output
     limits = LIMITS[kind][part if part in ("output", "input") else "weight"]
     return limits.gain if statistic == GAIN else limits.error
-
-
-class Part(NamedTuple):
-    """Which part of a call is kept: rows, or items of the batch; of tensors of this length."""
-
-    length: int
-    taken: int
-    is_rows: bool
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A copy of the part."""
-        tensor = tensor.detach()
-        if self.is_rows:
-            rows = tensor.flatten(0, -2) if tensor.is_floating_point() else tensor.flatten()
-            return rows[:: max(1, len(rows) // self.taken)][: self.taken].clone()
-        is_batch = tensor.dim() > 0 and tensor.shape[0] == self.length
-        return (tensor[: self.taken] if is_batch else tensor).clone()
-
-
-class Call:
-    """A call of a module in the run, of which a part is kept; made before its forward."""
-
-    def __init__(
-        self, module: nn.Module, args: Any, kwargs: Any, autocast: Mapping[str, torch.dtype]
-    ) -> None:
-        self.module, self.kind = module, kind_of(module)
-        args, kwargs = private.tree_map(_without_cache, (args, kwargs))
-        given = private.tree_leaves((args, kwargs))
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        plain = (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
-        if not tensors or not all(isinstance(each, plain) for each in given):
-            raise NotMeasured("its inputs are not tensors and numbers alone")
-        if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
-            raise NotMeasured("its inputs are tensors of another class")
-        self.part = _part(module, next(filter(Tensor.is_floating_point, tensors), tensors[0]))
-        # A mask takes no gradient in the run: none is compared.
-        self.is_trained = [each.requires_grad for each in _floats((args, kwargs))]
-        self.inputs = private.tree_map(
-            lambda each: self.part.of(each) if isinstance(each, Tensor) else each, (args, kwargs)
-        )
-        self.autocast = autocast
-        self.choices = _Choices()
-        self.outputs: list[Tensor] = []
-        self.gradients: Sequence[Tensor | None] = ()
-
-    def take_outputs(self, output: Any) -> list[Tensor]:
-        """Keeps what a forward returned; returns the tensors whose gradients are wanted."""
-        made = _floats(output)
-        if not made or not any(each.requires_grad for each in made):
-            raise NotMeasured("its output takes no gradient")
-        self.outputs = [self._taken(each) for each in made]
-        if self.kind != "block" and all(each.dim() == 0 for each in made):
-            self.kind = "loss"
-        return made
-
-    def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keeps the gradients of the outputs."""
-        self.gradients = [None if each is None else self._taken(each) for each in gradients]
-
-    def _taken(self, tensor: Tensor) -> Tensor:
-        return self.part.of(tensor) if tensor.dim() else tensor.detach().clone()
-
-
-def _without_cache(each: Any) -> Any:
-    """Leaves out a cache of keys and values, which a forward would fill once more."""
-    return None if "Cache" in type(each).__name__ else each
-
-
-def _part(module: nn.Module, first: Tensor) -> Part:
-    width = max([first.shape[-1] if first.dim() else 1, *_widths(module)])
-    # Code of a class derived from these may need the shape.
-    if (type(module) in _BY_ROWS or _is_conv1d(module)) and first.dim() > 1:
-        return Part(0, max(FEWEST_ROWS, MOST_NUMBERS // width), is_rows=True)
-    length = first.shape[0] if first.dim() else 0
-    item = first.numel() // max(1, length)
-    if not first.is_floating_point():  # each becomes as many numbers as an embedding has
-        item *= max((weight.shape[-1] for weight in module.parameters() if weight.dim()), default=1)
-    fewest = FEWEST_ROWS if first.dim() == 2 and first.is_floating_point() else 1
-    return Part(length, max(fewest, MOST_NUMBERS // max(1, item)), is_rows=False)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _widths(module: nn.Module) -> Iterator[int]:
-    for parameter in module.parameters(recurse=False):
-        yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
-
-
-def _floats(found: Any) -> list[Tensor]:
-    leaves = private.tree_leaves(found)
-    return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
 
 class Compared(NamedTuple):
@@ -311,7 +136,7 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         else:
             seen = again
         found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
-        given = _floats(call.inputs)[:1]
+        given = floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
             found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
@@ -341,14 +166,14 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
 
 def _sums_in_low(call: Call) -> bool:
     """Whether PyTorch sums the gradients of weights in BF16, as norms of BF16 do on CPUs."""
-    first = _floats(call.inputs)[:1]
-    return call.kind == "norm" and bool(first) and first[0].is_cpu and first[0].dtype in _LOW
+    first = floats(call.inputs)[:1]
+    return call.kind == "norm" and bool(first) and first[0].is_cpu and first[0].dtype in LOW
 
 
 def _as_defined(call: Call, own: list[Tensor]) -> Any:
     """Runs the forward of PyTorch's class that a module's derives from, if it does the same."""
     classes = type(call.module).__mro__
-    base = next(each for each in classes if each.__module__.startswith(_PLAIN))
+    base = next(each for each in classes if each.__module__.startswith(PLAIN))
     if base in (nn.Module, classes[0]):
         return None
     try:
@@ -360,115 +185,6 @@ def _as_defined(call: Call, own: list[Tensor]) -> Any:
     except Exception:  # it has another signature
         return None
     return found if is_same else None
-
-
-def run_again(
-    call: Call,
-    wide: torch.dtype | None,
-    moved: Mapping[str, Tensor] | None = None,
-    base: type[nn.Module] | None = None,
-    keeps_gradients: bool = True,
-) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Runs a call's part again, as it ran or in `wide`; returns its outputs and all gradients.
-
-    `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
-    class whose forward runs. Gradients that are not kept are made one by one, for hooks.
-    """
-    needs_gradient, count_bytes = moved is None, _Kept()
-    leaves: dict[str, Tensor] = {}
-
-    def taken(name: str, tensor: Tensor, is_trained: bool = True) -> Tensor:
-        kept = tensor.detach().to(wide or tensor.dtype, copy=True)
-        if moved is not None and name in moved:
-            kept = kept + moved[name].to(kept.dtype)
-        if is_trained and needs_gradient:
-            leaves[name] = kept.requires_grad_()
-        return count_bytes(kept)
-
-    count = 0
-
-    def of_input(each: Any) -> Any:
-        nonlocal count
-        if not isinstance(each, Tensor):
-            return each
-        if not each.is_floating_point():
-            return each.clone()
-        count += 1
-        name = "input" if count == 1 else f"input {count - 1}"
-        return taken(name, each, call.is_trained[count - 1])
-
-    args, kwargs = private.tree_map(of_input, call.inputs)
-    values: dict[Tensor, Tensor] = {}
-    own = _own_weights(call) if keeps_gradients else None
-    for name, parameter in call.module.named_parameters():
-        is_trained = parameter.requires_grad and (own is None or name in own)
-        is_float = parameter.is_floating_point()
-        kept = taken(name, parameter, is_trained) if is_float else parameter.detach()
-        values[parameter] = kept
-    for buffer in call.module.buffers():
-        is_wide = wide is not None and buffer.is_floating_point()
-        values[buffer] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
-    call.choices.begin(is_first=wide is None)
-    forward = call.module.forward if base is None else partial(base.forward, call.module)
-
-    def run() -> tuple[list[Tensor], dict[str, Tensor | None]]:
-        # Clones, because forwards may write to their inputs, but not to leaves.
-        own_args, own_kwargs = private.tree_map(
-            lambda each: each.clone() if isinstance(each, Tensor) else each, (args, kwargs)
-        )
-        outputs = _floats(forward(*own_args, **own_kwargs))
-        pairs = [
-            # As a view, because hooks of what a backward begins with do not run.
-            (out.view_as(out), gradient.to(out.dtype))
-            for out, gradient in zip(outputs, call.gradients, strict=True)
-            if needs_gradient and gradient is not None and out.requires_grad
-        ]
-        if not pairs:
-            return outputs, {}
-        outs, given = zip(*pairs, strict=True)
-        if not keeps_gradients:
-            for leaf in leaves.values():
-                leaf.register_post_accumulate_grad_hook(lambda of: setattr(of, "grad", None))
-            # To these alone: a forward may reach the run's own graph, and its weights.
-            torch.autograd.backward(outs, given, inputs=[*leaves.values()])
-            return outputs, {}
-        made = torch.autograd.grad(outs, [*leaves.values()], given, allow_unused=True)
-        return [out.detach() for out in outputs], dict(zip(leaves, made, strict=True))
-
-    casts = [partial(torch.autocast, *of, cache_enabled=False) for of in call.autocast.items()]
-    precision = casts if wide is None else [ieee_products, partial(_Wide, wide)]
-    gradients = partial(torch.set_grad_enabled, needs_gradient)
-    kept = partial(saved_tensors_hooks, count_bytes, lambda tensor: tensor)
-    # Each run begins with the same random numbers and state.
-    back = partial(put_back, *call.module.modules(), with_tensors=False)
-    makers = (back, *precision, lambda: call.choices, gradients, kept)
-    return within_all(makers, partial(_exchanged, call.module, values, run))
-
-
-class _Kept:
-    """Counts the bytes that a repetition keeps; NotMeasured once they are too many."""
-
-    def __init__(self) -> None:
-        self._seen = set[int]()
-        self._bytes, self._most = 0, float(MOST_BYTES)
-        if torch.cuda.is_initialized():
-            self._most = max(self._most, torch.cuda.memory_allocated() * MOST_HELD)
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in self._seen:
-            self._seen.add(tensor.data_ptr())
-            self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes > self._most:
-            raise NotMeasured(f"to run it again takes over {self._most / 2**20:.0f} MiB")
-        return tensor
-
-
-def _own_weights(call: Call) -> set[str]:
-    """The weights whose gradients are looked at: a module's own, of a small block all."""
-    named = dict(call.module.named_parameters())
-    if sum(weight.numel() for weight in named.values()) <= MOST_MOVED:
-        return set(named)
-    return {name for name, _ in call.module.named_parameters(recurse=False)}
 
 
 def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype) -> Tensor | None:
@@ -503,97 +219,8 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
 
 
 def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
-    inputs = _floats(call.inputs)
+    inputs = floats(call.inputs)
     names = ["input", *(f"input {index}" for index in range(1, len(inputs)))]
     for name, tensor in [*zip(names, inputs, strict=False), *call.module.named_parameters()]:
         size = tensor.detach().double().square().mean().sqrt()
         yield name, torch.where(size > 0, size, 1.0)
-
-
-def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor], function: Callable[[], T]) -> T:
-    """Calls a function with other tensors in the place of a module's parameters and buffers."""
-    # `functional_call` leaves some of them if a module that has two names shares its weight.
-    held = [vars(part)[of] for part in module.modules() for of in ("_parameters", "_buffers")]
-    undo = [partial(each.update, {**each}) for each in held]
-
-    def exchange() -> T:
-        for each in held:
-            each.update({name: values[x] for name, x in each.items() if x is not None})
-        return function()
-
-    return then_undo(exchange, partial(undo_all, undo))
-
-
-class _Choices(TorchFunctionMode):
-    """Repeats what the first run chose, as experts: rounding may turn a choice and what follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[Tensor] = []
-        self._is_first, self._next = True, 0
-
-    def begin(self, is_first: bool) -> None:
-        """Begins a run, which chooses if it is the first."""
-        self._is_first, self._next = is_first, 0
-        if is_first:
-            self._made.clear()
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        found = function(*args, **kwargs)
-        name = getattr(function, "__name__", "")
-        if name not in ("topk", "argmax") or not isinstance(args[0], Tensor):
-            return found
-        if self._is_first:
-            self._made.append(found if name == "argmax" else found[1])
-            return found
-        chosen, self._next = self._made[self._next], self._next + 1
-        if name == "argmax":
-            return chosen
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        return type(found)((args[0].gather(dim, chosen), chosen))
-
-
-class _Wide(TorchFunctionMode):
-    """Turns casts to lower precision into casts to `wide`: by dtype, by autocast, and on bits."""
-
-    def __init__(self, wide: torch.dtype) -> None:
-        super().__init__()
-        self._wide = wide
-        self._low = _LOW | {torch.float32} if wide == torch.float64 else _LOW
-        self._with_bits: list[Tensor] = []  # whose bits were looked at
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        dtype = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
-        if name == "view" and dtype:
-            return self._of_bits(args[0], dtype[0])
-        args, kwargs = private.tree_map(self._widened, (args, kwargs))
-        if _CASTS.get(name) in self._low:
-            return args[0].to(self._wide)
-        is_autocast, no_autocast = private.autocast
-        makers = [no_autocast] if is_autocast() else []
-        if name == "scaled_dot_product_attention":  # most kernels take no FP32
-            makers.append(partial(sdpa_kernel, SDPBackend.MATH))
-        return within_all(makers, partial(function, *args, **kwargs))
-
-    def _widened(self, each: Any) -> Any:
-        return self._wide if isinstance(each, torch.dtype) and each in self._low else each
-
-    def _of_bits(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A view as another dtype; a number that comes back nearly as it was is as it was."""
-        if tensor.is_floating_point():
-            self._with_bits.append(tensor.detach())
-            return tensor.to(_WITH_BITS.get(dtype, tensor.dtype)).view(dtype)
-        if not dtype.is_floating_point:
-            return tensor.view(dtype)
-        number = tensor.view(dtype).to(self._wide)
-        for before in self._with_bits:
-            if before.shape == number.shape:
-                is_near = ((number - before).abs() <= before.abs() * _BY_BITS).all()
-                number = torch.where(is_near, before, number)
-        return number

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +20,8 @@ from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
-from guardbit.layers.audit import Call, Called, NotMeasured
+from guardbit.layers.call import Call, Called, NotMeasured, autocast_now, run_again
+from guardbit.layers.findings import Findings, Found, named
 from guardbit.layers.replay import plain_name
 from guardbit.monitor import ranks
 from guardbit.monitor.measure import Transfer
@@ -83,27 +81,17 @@ class _Hook:
 private.skip_code(_Hook.__call__.__code__)
 
 
-class _Found(NamedTuple):
-    """A number of an audit, 0-dim on its device; else as in `ModuleRow`."""
-
-    module: str
-    kind: str
-    tensor: str
-    statistic: str
-    value: Tensor
-
-
 class ModuleAudits:
     """Audits some modules at each sampled step: the stage "modules"."""
 
     def __init__(
         self, model: nn.Module, is_on: bool, stages: Stages, record: Callable[[Event], None]
     ) -> None:
-        self._model, self._is_on, self._stages, self._record = model, is_on, stages, record
+        self._model, self._is_on, self._stages = model, is_on, stages
+        self.findings = Findings(model, record)
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
         self._has_described = False
-        self._is_doubtful = False  # the latest audit has found what none had found before
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._exchanged: list[Callable[[], object]] = []  # how functions are put back
@@ -115,14 +103,8 @@ class ModuleAudits:
         self._kept: list[optimizer.Before] = []
         self._accumulated: dict[str, Tensor] = {}  # weight -> error of its sum of gradients
         self._functions: dict[type, Called] = {}  # autograd functions that no module calls
-        self._found: list[_Found] = []
-        self._sent: tuple[int, list[_Found], Transfer] | None = None
-        self._suspects: set[tuple[str, str, str]] = set()  # beyond in their modules' latest audit
-        self._doubted: set[tuple[str, str, str]] = set()  # in any audit
-        self._told: set[tuple[str, str, str]] = set()
-        self._told_of: set[str] = set()  # kinds of weights' rows, each told once
-        self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
-        self.rows: list[ModuleRow] = []  # of the latest audit
+        self._found: list[Found] = []
+        self._sent: tuple[int, list[Found], Transfer] | None = None
 
     def ask(self) -> None:
         """Audits all modules at the next step."""
@@ -139,15 +121,15 @@ class ModuleAudits:
         if not (is_wanted and self.has_stepped) or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
-        is_whole = self._is_whole or self._is_doubtful
+        is_whole = self._is_whole or self.findings.is_doubtful
         self._step, self._is_whole = step, False
         if not self._has_begun:
             self._has_begun = is_whole = True
-            self._compare_peers()
+            self.findings.compare_peers(step)
         self._is_sloped = is_whole
         # All, because a wrapper has the name of the compiled module in it.
         names = {module: plain_name(name) for name, module in self._model.named_modules()}
-        modules = [(module, name) for name, module in _named(self._model)]
+        modules = [(module, name) for name, module in named(self._model)]
         first = self._turn * MODULES_A_SAMPLE % len(modules)
         taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
@@ -155,7 +137,7 @@ class ModuleAudits:
         try:
             self._inside = _inside_compiled(self._model)
         except NotMeasured as why:
-            self.unmeasured[""] = str(why)
+            self.findings.unmeasured[""] = str(why)
             return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
@@ -177,7 +159,7 @@ class ModuleAudits:
 
     def _hook(self, module: nn.Module, name: str) -> None:
         if (why := _why_not(module)) is not None:
-            self.unmeasured[name] = why
+            self.findings.unmeasured[name] = why
         elif (compiled := vars(module).get(_COMPILED_CALL)) is not None:
             # Hooks of a module that is compiled in place would be traced.
             around = partial(self._around, module, name, compiled)
@@ -196,7 +178,7 @@ class ModuleAudits:
         guards = _guards()
         for name in (*(_LOSSES if are_losses else ()), *([_ATTENTION] if is_attention else ())):
             if f".{name}" in guards:  # to exchange it would compile anew what calls it
-                self.unmeasured[name] = "compiled code calls it"
+                self.findings.unmeasured[name] = "compiled code calls it"
                 continue
             function = getattr(F, name)
             called = Called(function, "attention" if name == _ATTENTION else "loss")
@@ -268,7 +250,7 @@ class ModuleAudits:
         is_wanted = is_wanted and self._calls.get(name, 0) < MOST_CALLS
         call = None
         if is_wanted:
-            begin = partial(Call, module, args, kwargs, audit.autocast_now())
+            begin = partial(Call, module, args, kwargs, autocast_now())
             call = self._attempt(name, begin)
         self._open.append((module, name, call))
 
@@ -309,7 +291,7 @@ class ModuleAudits:
         def find() -> None:
             found = audit.audit(call, self._is_sloped) if is_taken else {}
             for (tensor, statistic), value in found.items():
-                self._found.append(_Found(name, call.kind, tensor, statistic, value))
+                self._found.append(Found(name, call.kind, tensor, statistic, value))
             if inner.keys() - {call.module}:
                 self._audit_inside(call, inner)
 
@@ -326,7 +308,7 @@ class ModuleAudits:
                 if module is not call.module:
                     self._hook(module, name)
             self._is_inside = True
-            audit.run_again(call, None, keeps_gradients=False)
+            run_again(call, None, keeps_gradients=False)
         finally:
             self._is_inside = False
             after, self._undo = self._undo, before
@@ -339,9 +321,11 @@ class ModuleAudits:
             try:
                 return function()
             except NotMeasured as why:
-                self.unmeasured[name] = str(why)
+                self.findings.unmeasured[name] = str(why)
             except Exception as error:
-                self.unmeasured[name] = f"it does not run again: {text_of(error).splitlines()[0]}"
+                self.findings.unmeasured[name] = (
+                    f"it does not run again: {text_of(error).splitlines()[0]}"
+                )
             return None
 
         return self._stages.attempt("modules", measured)
@@ -361,7 +345,7 @@ class ModuleAudits:
         for state, statistic, value in optimizer.lost(stepping, kept):
             tensor = f"{state} of {name}" if state else name
             module = name.rpartition(".")[0]
-            self._found.append(_Found(module, "optimizer", tensor, statistic, value))
+            self._found.append(Found(module, "optimizer", tensor, statistic, value))
 
     # --- after the step --------------------------------------------------------------------------
 
@@ -370,7 +354,7 @@ class ModuleAudits:
         found = [*self._found]
         for name, error in self._accumulated.items():
             module = name.rpartition(".")[0]
-            found.append(_Found(module, "accumulation", name, audit.ERROR, error))
+            found.append(Found(module, "accumulation", name, audit.ERROR, error))
         self.forget()
         if found:
             self._sent = self._step, found, Transfer([one.value for one in found])
@@ -382,10 +366,10 @@ class ModuleAudits:
         if self._has_described:
             return
         self._has_described = True
-        whys = Counter(self.unmeasured.values())
+        whys = Counter(self.findings.unmeasured.values())
         del whys[_NOTHING]
         said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
-        audited = {row.module for row in self.rows if row.kind not in audit.OF_WEIGHTS}
+        audited = {row.module for row in self.findings.rows if row.kind not in audit.OF_WEIGHTS}
         log.tell(f"GuardBit audits {len(audited)} modules{said}")
 
     @property
@@ -398,135 +382,9 @@ class ModuleAudits:
         if self._sent is None:
             return []
         (step, found, numbers), self._sent = self._sent, None
-        # A function has the place of the module that calls it.
-        places = {name: place for place, (name, _) in enumerate(_named(self._model))}
-        by_key: dict[tuple[str, ...], ModuleRow] = {}
-        values = [*map(float, numbers.read())]
-        chances = {one[:3]: value for one, value in zip(found, values, strict=True)
-                   if one.statistic == audit.BY_CHANCE}  # fmt: skip
-        for one, value in zip(found, values, strict=True):
-            more = chances.get(one[:3], 0.0) if one.statistic == audit.GAIN else 0.0
-            row = ModuleRow(step, *one[:4], value, audit.limit_of(*one[1:4]) + more)
-            # Of several calls of a module, the worst.
-            if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
-                by_key[one[:4]] = row
-        of = lambda name: places.get(name, places.get(name.rpartition(".")[0], 0))  # noqa: E731
-        rows = sorted(by_key.values(), key=lambda row: of(row.module))
-        repeated = [row for row in rows if row.statistic == audit.REPEATED]
-        unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
-        odd = self._odd(unlike, [row.module for row in repeated])
-        # What encloses such a module does not repeat itself either, however little it shows.
-        unlike |= {row.module for row in rows if any(map(_is_in(row.module), unlike))}
-        for name in unlike:
-            self.unmeasured[name] = "its forward does not repeat itself, as with dropout"
-        self.rows = [
-            row
-            for row in rows
-            if not math.isnan(row.value)
-            and (
-                row.module in odd
-                if row.statistic == audit.REPEATED
-                else row.statistic != audit.BY_CHANCE
-                and (row.kind in audit.OF_WEIGHTS or row.module not in unlike)
-            )
-        ]
-        for name in {row.module for row in self.rows if row.kind not in audit.OF_WEIGHTS}:
-            self.unmeasured.pop(name, None)
+        rows = self.findings.add(step, found, [*map(float, numbers.read())])
         self._describe()
-        self._suspect()
-        return self.rows
-
-    def _odd(self, unlike: set[str], audited: list[str]) -> set[str]:
-        """Innermost modules that alone do not repeat themselves, among others like them."""
-        alike: dict[object, list[str]] = defaultdict(list)
-        kinds = {plain_name(name): type(module) for name, module in self._model.named_modules()}
-        for name in dict.fromkeys(audited):
-            # What has a number alone for a name may stand among others in a sequence.
-            kind = kinds.get(name) if name.rpartition(".")[2].isdecimal() else None
-            alike[kind, re.sub(r"\d+", "", name)].append(name)
-        groups = [group for group in alike.values() if len(group) >= optimizer.FEWEST_PEERS]
-        found = {name for group in groups for name in group if unlike & {*group} == {name}}
-        return {name for name in found if not any(map(_is_in(name), unlike))}
-
-    def _suspect(self) -> None:
-        """Records what is beyond its limit for the second time, of the innermost modules."""
-        beyond = [row for row in self.rows if row.excess > 1]
-        # Modules come as in the backward. What forwards show is first in the forward's order: the
-        # gradients of what is wrong may be anything.
-        beyond.sort(key=_is_of_forward, reverse=True)
-        keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
-        audited = {row.module for row in self.rows}
-        before = {key for key in self._suspects if key[0] in audited}
-        self._suspects = (self._suspects - before) | keys.keys()
-        self._is_doubtful = bool(keys.keys() - self._doubted)
-        self._doubted |= keys.keys()
-        # What overflows needs no second time, and may get none.
-        sure = {key for key, row in keys.items() if math.isinf(row.value) or key in before}
-        news = [keys[key] for key in keys if key in sure - self._told]
-        self._told |= sure
-        for kind in sorted({row.kind for row in news} & audit.OF_WEIGHTS.keys() - self._told_of):
-            self._told_of.add(kind)
-            self._tell("", _of_optimizer(self.rows) if kind == "optimizer" else _of_sums(self.rows))
-        news = [
-            row
-            for row in news
-            if row.kind not in audit.OF_WEIGHTS
-            and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
-        ]
-        for name in dict.fromkeys(row.module for row in news):
-            # A backward that does not fit its forward is off FP32's as well.
-            of_module = [row for row in news if row.module == name]
-            worst = max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))
-            self._tell(name, sentence(worst))
-
-    def _tell(self, name: str, why: str) -> None:
-        self._record(Event(self._step, "advisory", name, (), why, rule="module"))
-
-    def _compare_peers(self) -> None:
-        """Looks, once, for matrices that are begun or trained unlike others of their shape."""
-        for group in optimizer.peers(self._model):
-            means = [weight.detach().float().square().mean() for _, weight in group]
-            sizes = torch.stack(means).sqrt().tolist()
-            middle = median(sizes)
-            still = [name for name, weight in group if not weight.requires_grad]
-            for (name, _), size in zip(group, sizes, strict=True):
-                of = plain_name(name)
-                module, _, _ = of.rpartition(".")
-                if [name] == still:
-                    self._tell(module, f"{of} is not trained; the others like it are")
-                if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
-                    why = f"{of} is {size:.2g} in size (root mean square), the others like it"
-                    self._tell(module, f"{why} {middle:.2g}")
-
-
-def _of_optimizer(rows: list[ModuleRow]) -> str:
-    """How much rounding takes from the optimizer's updates of weights and of each state."""
-    gains: dict[str, list[ModuleRow]] = defaultdict(list)
-    for row in rows:
-        if row.kind == "optimizer" and row.statistic == audit.GAIN:
-            state, of, _ = row.tensor.partition(" of ")
-            gains[state if of else "weights"].append(row)
-    said = []
-    for state, shown in gains.items():
-        worst = max(shown, key=lambda row: row.excess)
-        middle = median(-row.value for row in shown) + 0.0  # not -0
-        if worst.excess > 1:
-            said.append(
-                f"{middle:.0%} of what the optimizer adds to {state} (median of {len(shown)}"
-                f" tensors), and {-worst.value:.0%} in {worst.tensor.rpartition(' ')[2]}"
-            )
-    return f"rounding to BF16 or FP16 takes {'; '.join(said)}; FP32 loses none"
-
-
-def _of_sums(rows: list[ModuleRow]) -> str:
-    """How far rounding changes sums of gradients of several backwards."""
-    shown = [row for row in rows if row.kind == "accumulation"]
-    worst = max(shown, key=lambda row: row.value)
-    return (
-        f"adding up gradients of several backwards in BF16 or FP16 changes the sum by"
-        f" {median(row.value for row in shown):.1%} (median of {len(shown)} tensors), and by"
-        f" {worst.value:.1%} in {worst.tensor}; FP32 keeps it"
-    )
+        return rows
 
 
 def _exchange(owner: Any, name: str, hook: _Hook, new: object) -> Callable[[], None]:
@@ -541,56 +399,6 @@ def _exchange(owner: Any, name: str, hook: _Hook, new: object) -> Callable[[], N
             hook.pass_on()
 
     return undo
-
-
-def _is_in(outer: str) -> Callable[[str], bool]:
-    inside = f"{outer}." if outer else ""
-    return lambda name: name != outer and name.startswith(inside)
-
-
-def _is_of_forward(row: ModuleRow) -> bool:
-    return row.tensor.split(" ")[0] == "output" and row.kind not in audit.OF_WEIGHTS
-
-
-def _explains(inner: ModuleRow, outer: ModuleRow) -> bool:
-    """Whether what a module shows may come from what one inside it shows."""
-    if inner.kind in audit.OF_WEIGHTS:
-        return False
-    if inner.statistic == audit.RESIDUAL:
-        return outer.statistic == audit.RESIDUAL
-    return _is_of_forward(inner) or not _is_of_forward(outer)
-
-
-def sentence(row: ModuleRow) -> str:
-    """What a value beyond its limit means, in one sentence."""
-    value = row.value
-    names = {"output": "the output", "input": "the gradient of the input"}
-    what = names.get(row.tensor, f"the gradient of {row.tensor}")
-    usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:.2g}"
-    if math.isinf(value):
-        return f"{what} is not finite, and it is in FP32"
-    if row.statistic == audit.REPEATED:
-        return "its forward does not repeat itself, as with dropout left on; others like it do"
-    if row.statistic == audit.SLOPE:
-        return (
-            f"the backward does not fit its forward: {what} is {value:+.1%} off what differences of"
-            f" the forward in FP64 give; {usual}"
-        )
-    if row.statistic == audit.RESIDUAL:
-        return f"rounding changes what the module adds to its input by {value:.0%}; {usual}"
-    if row.statistic == audit.GAIN:
-        return f"{what} is {value:+.2%} off what FP32 gives, in size; {usual}"
-    return f"{what} is {value:.2%} off what FP32 gives; {usual}"
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules and their names; of a wrapper and what it wraps, the wrapper's."""
-    passed = set[str]()
-    for name, module in model.named_modules():
-        plain = plain_name(name)
-        if plain not in passed:
-            passed.add(plain)
-            yield plain, module
 
 
 def _guards() -> str:

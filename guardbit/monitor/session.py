@@ -355,7 +355,7 @@ class Session(Guarded):
         rows = self.attempt("modules", self._modules.judge)
         if rows:
             self._journal.add_modules(rows)
-            unmeasured = {"unmeasured_modules": {**self._modules.unmeasured}}
+            unmeasured = {"unmeasured_modules": {**self._modules.findings.unmeasured}}
             if not unmeasured.items() <= self._journal.metadata.items():  # each note is a file
                 self._journal.note(unmeasured)
 
@@ -515,7 +515,7 @@ class Session(Guarded):
     @guard.method(lambda _: [])
     def modules(self) -> list[ModuleRow]:
         """The numbers of the latest audit of modules, those furthest beyond their limits first."""
-        return sorted(self._modules.rows, key=attrgetter("excess"), reverse=True)
+        return sorted(self._modules.findings.rows, key=attrgetter("excess"), reverse=True)
 
     @guard.method()
     def record(self, event: Event) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.layers import audit
-from guardbit.layers.audit import ERROR, GAIN, REPEATED, RESIDUAL, SLOPE, Call, compared, limit_of
+from guardbit.layers.audit import ERROR, GAIN, REPEATED, RESIDUAL, SLOPE, compared, limit_of
+from guardbit.layers.call import Call, NotMeasured, autocast_now, kind_of
 from guardbit.monitor.modules import MOST_CALLS
 from tests.layers.nets import Own, audits
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def numbers(module, *inputs, autocast=True, gradient=None):
     """Runs a module and returns its call and the audit's numbers."""
     with torch.autocast("cpu", BF16, enabled=autocast):
-        call = Call(module, inputs, {}, audit.autocast_now())
+        call = Call(module, inputs, {}, autocast_now())
         output = module(*inputs)
         made = call.take_outputs(output)
     given = gradient if gradient is not None else torch.randn_like(made[0])
@@ -238,7 +239,7 @@ def test_kinds_and_their_limits():
         "linear": nn.Conv2d(3, 3, 1), "norm": nn.RMSNorm(4), "activation": nn.GELU(),
         "embedding": nn.Embedding(4, 4), "loss": nn.MSELoss(), "block": Own(torch.tanh),
     }  # fmt: skip
-    assert {audit.kind_of(module): module for module in kinds.values()} == kinds
+    assert {kind_of(module): module for module in kinds.values()} == kinds
     limits = audit.LIMITS["block"]
     assert limit_of("block", "output 1", GAIN) == limits["output"].gain
     assert limit_of("block", "input 2", ERROR) == limits["input"].error
@@ -281,7 +282,7 @@ def test_each_call_is_compared_with_its_own_gradients(monkeypatch, uses):
     model = Net(uses)
     events, watch = audits(model)
     assert audited.count(model.layer) == 2 * min(uses, MOST_CALLS)
-    found = {row.module: row for row in watch.rows if row.statistic == ERROR}
+    found = {row.module: row for row in watch.findings.rows if row.statistic == ERROR}
     # The weight's gradient in the run is the sum over calls; each call's own is off by rounding.
     assert found["head"].value < 0.01
     assert found["layer"].value < 0.01
@@ -308,9 +309,9 @@ def test_dropout_is_not_measured_and_keeps_its_random_numbers():
                 model.step()
         after.append(torch.rand(1))
     assert after[0] == after[1]
-    assert "dropout" in watch.unmeasured["body"]
-    assert "dropout" in watch.unmeasured[""]
-    assert {row.module for row in watch.rows} >= {"layer", "head", "loss"}
+    assert "dropout" in watch.findings.unmeasured["body"]
+    assert "dropout" in watch.findings.unmeasured[""]
+    assert {row.module for row in watch.findings.rows} >= {"layer", "head", "loss"}
     assert not events
 
 
@@ -320,8 +321,8 @@ def test_modules_in_checkpoints_are_audited_as_others_are(reentrant):
     model = Net(reentrant=reentrant)
     events, watch = audits(model)
     assert not events
-    assert {row.module for row in watch.rows} >= {"head", "loss"}
-    assert ("layer" in {row.module for row in watch.rows}) is not reentrant
+    assert {row.module for row in watch.findings.rows} >= {"head", "loss"}
+    assert ("layer" in {row.module for row in watch.findings.rows}) is not reentrant
 
 
 def test_weights_that_are_shared_stay_shared():
@@ -347,5 +348,5 @@ def test_weights_whose_memory_was_given_back_are_not_read():
     call.take_outputs(model[0](torch.randn(3, 4)))
     call.take_gradients([torch.ones(3, 4)])
     model[0].weight.untyped_storage().resize_(0)  # as FSDP does after a forward
-    with pytest.raises(audit.NotMeasured, match="sharded"):
+    with pytest.raises(NotMeasured, match="sharded"):
         audit.audit(call)

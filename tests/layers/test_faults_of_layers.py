@@ -383,4 +383,10 @@ def test_a_sound_model_has_no_alarm(mlp, is_pure):
     torch.manual_seed(0)
     events, watch = audited(Gpt(mlp), is_pure, 5)
     assert not events
-    assert {row.module for row in watch.rows} >= {"", "embed", "loss", "blocks.1.mlp", "norm"}
+    assert {row.module for row in watch.findings.rows} >= {
+        "",
+        "embed",
+        "loss",
+        "blocks.1.mlp",
+        "norm",
+    }

@@ -172,4 +172,4 @@ def test_sound_models_have_no_alarm(kind, is_pure, seed):
     events, watch = audits(model, AUDITS, None if is_pure else torch.bfloat16)
     # What rounding takes of updates of BF16 weights is so.
     assert [event.why for event in events if not event.why.startswith("rounding to")] == []
-    assert len({row.module for row in watch.rows}) >= 20
+    assert len({row.module for row in watch.findings.rows}) >= 20

@@ -90,7 +90,7 @@ def test_a_run_keeps_its_bits_and_compiles_nothing_more(way):
     audited = {row.module for row in session.modules}
     # What is compiled with code around the model is not looked into.
     assert bool(audited) == (way != "function")
-    assert ("" in session._modules.unmeasured) == (way == "function")
+    assert ("" in session._modules.findings.unmeasured) == (way == "function")
 
 
 @pytest.mark.parametrize("way", ["in place", "around"])
@@ -259,7 +259,7 @@ def test_dropout_and_evaluation_are_not_measured():
     model = Net()
     model.blocks[0].act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
     session, _ = trained(model, steps=3)
-    assert "does not repeat itself" in session._modules.unmeasured["blocks.0"]
+    assert "does not repeat itself" in session._modules.findings.unmeasured["blocks.0"]
     assert "blocks.1" in {row.module for row in session.modules}
 
 
@@ -393,7 +393,7 @@ def test_losses_outside_modules_and_attention_are_audited_as_modules(way):
         gradients = {row.tensor for row in session.modules if row.module == name}
         assert gradients == {"output", "input", "input 1", "input 2"}
     else:
-        why = session._modules.unmeasured["scaled_dot_product_attention"]
+        why = session._modules.findings.unmeasured["scaled_dot_product_attention"]
         assert why == "compiled code calls it"
     assert before == {name: vars(F)[name] for name in before}
     assert torch.autograd.Function.apply.__func__ is apply
@@ -413,7 +413,7 @@ def test_a_loss_that_compiled_code_calls_is_compiled_once():
         with session.step(step):
             model(batch(step)).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert session._modules.unmeasured["cross_entropy"] == "compiled code calls it"
+    assert session._modules.findings.unmeasured["cross_entropy"] == "compiled code calls it"
     assert "" in {row.module for row in session.modules}
     session.close()
 
