@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.layers import audit
+from guardbit.layers import call as calls
 from guardbit.layers.audit import ERROR, GAIN, REPEATED, RESIDUAL, SLOPE, compared, limit_of
 from guardbit.layers.call import Call, NotMeasured, autocast_now, kind_of
 from guardbit.monitor.modules import MOST_CALLS
@@ -127,7 +128,7 @@ def test_zeros_that_came_as_gradients_are_no_slope():
 
 
 def test_rows_of_a_linear_layer_are_taken_all_over(monkeypatch):
-    monkeypatch.setattr(audit, "MOST_NUMBERS", 64 * WIDTH)
+    monkeypatch.setattr(calls, "MOST_NUMBERS", 64 * WIDTH)
     x = random(4, 48, WIDTH)
     call, _ = numbers(nn.Linear(WIDTH, WIDTH), x)
     torch.testing.assert_close(call.inputs[0][0], x.detach().reshape(-1, WIDTH)[::3][:64])
@@ -137,13 +138,13 @@ def test_of_other_modules_the_first_items_are_taken(monkeypatch):
     def function(x, scale):
         return torch.cat([x[:3] * scale, x[3:].to(BF16).to(x.dtype)])
 
-    monkeypatch.setattr(audit, "MOST_NUMBERS", 3 * WIDTH * 8)
+    monkeypatch.setattr(calls, "MOST_NUMBERS", 3 * WIDTH * 8)
     x, scale = random(5, 8, WIDTH), random(8, 1)
     call, found = numbers(Own(function), x, scale)
     torch.testing.assert_close(call.inputs[0][0], x.detach()[:3])
     torch.testing.assert_close(call.inputs[0][1], scale.detach())
     assert found["output", ERROR] == 0  # the items that are rounded are not among the first
-    monkeypatch.setattr(audit, "MOST_NUMBERS", 5 * WIDTH * 8)
+    monkeypatch.setattr(calls, "MOST_NUMBERS", 5 * WIDTH * 8)
     assert numbers(Own(function), x, scale)[1]["output", ERROR] > 1e-4
 
 
