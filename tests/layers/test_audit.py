@@ -351,3 +351,21 @@ def test_weights_whose_memory_was_given_back_are_not_read():
     model[0].weight.untyped_storage().resize_(0)  # as FSDP does after a forward
     with pytest.raises(NotMeasured, match="sharded"):
         audit.audit(call)
+
+
+def test_token_ids_count_as_what_an_embedding_makes_of_them(monkeypatch):
+    monkeypatch.setattr(calls, "MOST_NUMBERS", 2 * 16 * WIDTH)
+    model = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 3))
+    tokens = torch.randint(9, (100, 16))
+    call = Call(model, (tokens,), {}, {})
+    assert call.inputs[0][0].shape == (2, 16)
+
+
+def test_what_keeps_too_much_for_its_backward_is_not_run_to_its_end(monkeypatch):
+    x = random(64, WIDTH)
+    block = nn.Sequential(*[nn.Tanh() for _ in range(8)])  # each keeps its output
+    _, found = numbers(block, x, autocast=False)
+    assert ("output", GAIN) in found
+    monkeypatch.setattr(calls, "MOST_BYTES", 6 * 64 * WIDTH * 4)
+    with pytest.raises(NotMeasured, match="to run it again takes over 0 MiB"):
+        numbers(block, x, autocast=False)
