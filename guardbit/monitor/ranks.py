@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: Seconds that a rank waits for the others.
 EXCHANGE_SECONDS = 60.0
 #: Numbers of an exchange: gloo ends the process if ranks that part bring different lengths.
-_ROOM = 4
+_ROOM = 9
 
 # The group of the default process group, and that process group.
 _group: tuple[Any, Any] | None = None
@@ -53,16 +53,47 @@ def all_agree(holds: bool, about: object) -> bool:
     return all(holds == 1 and about == answers[0][1] for holds, about in answers)
 
 
+class Exchanged(NamedTuple, Generic[T]):
+    """What the ranks said, on all of them."""
+
+    values: list[T]  # one of each part
+    numbers: list[tuple[float, ...]]  # of each rank
+    state: tuple[Tensor, Tensor] | None  # as of `reduced`, if all ranks have brought one alike
+
+
 def of_each_part(what: str, value: T, part: object, seconds: float | None = None) -> list[T]:
     """Returns one value, `what` it is, for each part of a model, on all ranks.
 
     It waits `seconds` for the others, else `EXCHANGE_SECONDS`.
     """
+    return exchanged(what, value, part, seconds=seconds).values
+
+
+def exchanged(
+    what: str,
+    value: T,
+    part: object,
+    *numbers: float,
+    state: tuple[Tensor, Tensor] | None = None,
+    about: object = None,
+    seconds: float | None = None,
+) -> Exchanged[T]:
+    """Exchanges a value of each part, four numbers of each rank at most, and sums and maxima.
+
+    `about` is what the state is of. It takes one gather, one reduction if there are states, and one
+    broadcast a part if ranks say different things.
+    """
     if world_size() == 1:
-        return [value]
+        return Exchanged([value], [numbers], state)
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    answers = gathered(what, zlib.crc32(repr(part).encode()), len(mine), seconds=seconds)
-    parts, sizes = zip(*answers, strict=True)
+    brought = 0 if state is None else zlib.crc32(repr((about, [x.shape for x in state])).encode())
+    codes = zlib.crc32(repr(part).encode()), len(mine), zlib.crc32(mine.numpy().tobytes()), brought
+    answers = gathered(what, *codes, *numbers, seconds=seconds)
+    parts, sizes, contents, states = zip(*(each[:4] for each in answers), strict=True)
+    others = [each[4:] for each in answers]
+    together = reduced(*state) if state and {*states} == {brought} else None
+    if len({*zip(parts, sizes, contents, strict=True)}) == 1:
+        return Exchanged([value], others, together)
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -72,20 +103,25 @@ def of_each_part(what: str, value: T, part: object, seconds: float | None = None
                 mine if rank() == speaker else torch.empty(size, dtype=torch.uint8, device="cpu")
             )
             own.broadcast(said[-1], speaker).wait()
-    return [pickle.loads(one.numpy().tobytes()) for one in said]
+    values = [pickle.loads(one.numpy().tobytes()) for one in said]
+    return Exchanged(values, others, together)
 
 
 def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns sums, FP64, and maxima over all ranks, on the host; NaN where a rank has NaN."""
+    """Returns sums, FP64, and maxima over all ranks, on the host; NaN where a rank has NaN.
+
+    All ranks bring the same shapes, as `exchanged` has made sure.
+    """
     # As gloo's maximum may lose NaN, it is added to the sums instead.
     is_nan = maxima.isnan()
     added = torch.cat([sums.flatten(), is_nan.flatten().double()])
     larger = maxima.masked_fill(is_nan, -torch.inf)
-    gathered(f"state of {len(added)}")
     with _own_group() as own:
-        own.allreduce(added, torch.distributed.ReduceOp.SUM).wait()
+        works = [own.allreduce(added, torch.distributed.ReduceOp.SUM)]
         if larger.numel():
-            own.allreduce(larger, torch.distributed.ReduceOp.MAX).wait()
+            works.append(own.allreduce(larger, torch.distributed.ReduceOp.MAX))
+        for work in works:
+            work.wait()
     found, is_nan = added.split([sums.numel(), maxima.numel()])
     return found.view_as(sums), larger.masked_fill(is_nan.view_as(larger) > 0, torch.nan)
 

@@ -4,11 +4,10 @@
 until no step goes on.
 
 What ranks exchange after a sampled step, in this order (in quotes, its name for
-`ranks.gathered`): which modules were not called ("uncalled"),
-whether stages are on ("agree"); weights that are sharded, as norms are taken; the modules measured
-("sites", "agree") and, if all ranks measured theirs, the sums of calls ("state of"), then samples
-("known"); at last codes of weights, switches and events ("end") and, if codes of events differ, the
-events ("events").
+`ranks.gathered`): whether stages are on, and which modules were not called ("agree"); weights that
+are sharded, as norms are taken; codes of weights, switches and events, the sums of calls, and
+samples ("known"); if ranks have measured different modules, the sums only then ("state"); and, if
+codes of events differ, the events ("events").
 """
 
 import math
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.alerts import webhook_of_run
@@ -26,7 +26,14 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measure import Burst, Measurement, Sent, largest
+from guardbit.monitor.measure import (
+    Burst,
+    KnownSite,
+    Measurement,
+    Sent,
+    joined_tables,
+    largest,
+)
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
@@ -119,7 +126,7 @@ class SampledSteps:
 
         `show` gets it before anybody is told of its alarms, which are returned. All ranks do alike.
         """
-        samples = self._samples_of_all_ranks(sent)
+        samples = self._samples_of_all_ranks(step, sent)
         judged = Judged(step, samples)
         self._journal.add(samples)
         attempt = self._stages.attempt
@@ -139,20 +146,23 @@ class SampledSteps:
         attempt("verdict", self._report_verdict)
         return judged.alarms
 
-    def _samples_of_all_ranks(self, sent: Sent | None) -> list[Sample]:
+    def _samples_of_all_ranks(self, step: int, sent: Sent | None) -> list[Sample]:
         """Returns the samples of all ranks; every rank calls it."""
         attempt = self._stages.attempt
         own = sent and attempt("samples", partial(self._measurement.receive, sent))
         sent = None if own is None else sent
         facts = attempt("metrics", self._notices.site_facts)
         # A rank that has nothing, and may have failed, takes part all the same.
-        calls = self._stages.always("metrics", partial(self._measurement.of_all_ranks, sent))
-        known = self.exchange.share(own or [], facts)
+        known = self.exchange.share(step, own or [], facts, sent)
+        metric = None
+        if known.are_whole and known.table:
+            find = partial(self._measurement.of_all_ranks, sent, known.table, known.state)
+            metric = self._stages.always("metrics", find)
         self.switching.asked_elsewhere = known.asked
         attempt("metrics", partial(self.record_facts, known.metadata))
         samples = known.samples
-        if sent and calls:
-            add = partial(self._measurement.add, sent, *calls, samples)
+        if sent:
+            add = partial(self._measurement.add, sent, metric, known.table, samples)
             samples = attempt("metrics", add) or samples
         if sent and not self._instrumentation.sites and not any(one.site for one in samples):
             attempt("metrics", partial(self._notices.report_nothing, sent.step))
@@ -293,13 +303,25 @@ class SampledSteps:
 
 
 class Part(NamedTuple):
-    """What a rank knows of its part of the model, or all ranks of the whole; by module."""
+    """What a rank knows of its part of the model; by module."""
 
     samples: list[Sample]  # of weights, and of the run
     asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
     modules: list[str]  # that could call attention
     heads: dict[str, range] | None  # of this rank
+    table: list[KnownSite]  # that it measured
+
+
+class Whole(NamedTuple):
+    """What all ranks know of the whole model; `asked` and `metadata` as in `Part`."""
+
+    samples: list[Sample]
+    asked: dict[str, list[str]]
+    metadata: dict[str, dict[str, Any]]
+    table: list[KnownSite]
+    are_whole: bool  # all ranks measured their calls
+    state: tuple[Tensor, Tensor] | None  # sums and maxima of calls, if all have the same table
 
 
 class Exchange:
@@ -310,21 +332,12 @@ class Exchange:
         # What the run's metadata says of this rank's attention modules.
         self._metadata: dict[str, dict[str, Any]] = {}
         self._are_compared, self._told = False, set[str]()
-        # If all ranks have the same modules: sum and number of W_Q's norms, code of the switches.
-        self._numbers = 0.0, 0, 0
 
     def agree(self) -> bool:
-        """Turns stages off that are off on some rank; returns whether all go on watching."""
-        self._agree_on_weights()
-        stages = (WATCHING, "capture", "metrics", "samples")
-        are_on = ranks.all_agree(self._stages.off.isdisjoint(stages), stages)
-        for stage in () if are_on else stages:
-            if not ranks.all_agree(stage not in self._stages.off, stage):
-                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
-        return WATCHING not in self._stages.off
+        """Turns stages off that are off on some rank; returns whether all go on watching.
 
-    def _agree_on_weights(self) -> None:
-        """Marks modules that some rank did not call, whose weights none may gather; all call it."""
+        Marks modules that some rank did not call, whose weights none may gather.
+        """
         here = self._instrumentation.candidates
 
         def find() -> list[str]:
@@ -335,12 +348,25 @@ class Exchange:
 
         # After an error this rank still takes part: the others would wait for it.
         uncalled = self._stages.attempt("metrics", find) or []
-        of_any = set().union(*ranks.of_each_part("uncalled", uncalled, uncalled))
+        stages = (WATCHING, "capture", "metrics", "samples")
+        is_on = self._stages.off.isdisjoint(stages)
+        of_all = ranks.exchanged("agree", uncalled, uncalled, is_on)
+        of_any = set().union(*of_all.values)
         for name, site in here.items():
             site.is_uncalled_elsewhere = name in of_any
+        for stage in () if all(on for (on,) in of_all.numbers) else stages:
+            if not ranks.all_agree(stage not in self._stages.off, stage):
+                self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
+        return WATCHING not in self._stages.off
 
-    def share(self, samples: list[Sample], facts: dict[str, dict[str, Any]] | None) -> Part:
-        """Returns what the ranks know; all ranks call it."""
+    def share(
+        self,
+        step: int,
+        samples: list[Sample],
+        facts: dict[str, dict[str, Any]] | None,
+        sent: Sent | None,
+    ) -> Whole:
+        """Returns what the ranks know, and records what they met or do differently; all call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         self._metadata = self._metadata if facts is None else facts
         instrumentation = self._instrumentation
@@ -351,11 +377,25 @@ class Exchange:
         asked = attempt("stabilizers", instrumentation.asked) if several else {}
         modules = sorted(instrumentation.candidates)
         heads = attempt("ranks", heads_here) if several else None
-        mine = Part(samples, asked or {}, self._metadata, modules, heads)
+        table, metric = (sent.table, sent.metric) if sent else ([], None)
+        is_whole = sent is not None and sent.is_whole
+        mine = Part(samples, asked or {}, self._metadata, modules, heads, table)
         # Not why: each rank may have its own reason, as with the name of its device.
         unfound = [n for n, known in self._metadata.items() if known["weights_unavailable"]]
-        parts = ranks.of_each_part("known", mine, (heads, unfound))
-        whole = Part(joined([part.samples for part in parts]), {}, {}, [], None)
+        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+        switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
+        code = 0 if asked is None else zlib.crc32(repr(switched).encode())
+        own, self._journal.own = self._journal.own, []
+        met = zlib.crc32(repr(own).encode())
+        parts, numbers, state = ranks.exchanged(
+            "known", mine, (heads, unfound, table), is_whole, sum(norms), len(norms), code, met,
+            state=(metric.sums, metric.maxima) if metric and is_whole else None, about=table,
+        )  # fmt: skip
+        whole = Whole(
+            joined([part.samples for part in parts]), {}, {},
+            joined_tables([part.table for part in parts]), all(of[0] for of in numbers), state,
+        )  # fmt: skip
         for part in reversed(parts):
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.metadata})
@@ -371,21 +411,22 @@ class Exchange:
                 log.info("%s; those of rank 0: %s", PARTS, ", ".join(parts[0].metadata) or "none")
             self._journal.note({"parallel": PARTS})
         self._are_compared = True
-        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
-        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        switched = [(name, of) for name, of in sorted((asked or {}).items()) if {*of} - {"none"}]
-        code = 0 if asked is None else zlib.crc32(repr(switched).encode())
-        is_divided = any(part.heads != heads for part in parts)
-        self._numbers = (0.0, 0, 0) if is_divided else (sum(norms), len(norms), code)
+        # Ranks that hold different modules do not compare their weights.
+        if len({repr(part.heads) for part in parts}) == 1:
+            self.compare(step, [of[1:4] for of in numbers])
+        are_alike = len({of[4] for of in numbers}) == 1
+        of_ranks = [] if are_alike else ranks.of_each_part("events", own, own)
+        for event in dict.fromkeys(event for events in of_ranks for event in events):
+            if event not in own:
+                self._journal.record(event)
         return whole
 
-    def tell(self, step: int) -> None:
-        """Records what ranks met, and whether their weights or switches differ; all call it."""
-        if ranks.world_size() == 1:
-            return
-        own, self._journal.own = self._journal.own, []
-        found = ranks.gathered("end", *self._numbers, zlib.crc32(repr(own).encode()))
-        sums, counts, switched, met = zip(*found, strict=True)
+    def compare(self, step: int, numbers: Sequence[tuple[float, ...]]) -> None:
+        """Records, once, whether ranks of the same modules have other weights or switches.
+
+        `numbers` are each rank's sum and number of W_Q's norms, and the code of its switches.
+        """
+        sums, counts, switched = zip(*numbers, strict=True)
         # The sum of a rank that could not take all norms says nothing, nor does one after an error.
         are_all = min(counts) == max(counts)
         are_other = are_all and max(sums) - min(sums) > _SAME_WEIGHTS * max(sums)
@@ -393,10 +434,6 @@ class Exchange:
         for why in [why for why, is_so in told.items() if is_so and why not in self._told]:
             self._told.add(why)
             self._journal.record(Event(step, "monitor_error", "", (), why))
-        of_ranks = ranks.of_each_part("events", own, own) if len({*met}) > 1 else []
-        for event in dict.fromkeys(event for events in of_ranks for event in events):
-            if event not in own:
-                self._journal.record(event)
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

@@ -378,7 +378,6 @@ class Session(Guarded):
         if unjudged is not None:
             with unchanged():
                 alarms = self.attempt(WATCHING, partial(self._judge, *unjudged))
-                self.attempt("ranks", partial(self._sampled.exchange.tell, unjudged[0]))
         self._stages.always(WATCHING, self._rest_between_steps)
         return alarms or []
 

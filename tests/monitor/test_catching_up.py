@@ -174,10 +174,12 @@ def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     run = Run()
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "rank", lambda: 0)
-    monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
-    monkeypatch.setattr(ranks, "of_each_part", lambda _, value, part: [value])
-    monkeypatch.setattr(ranks, "reduced", lambda *state: state)
-    monkeypatch.setattr(ranks, "gathered", lambda _, *values: [values, values])
+    monkeypatch.setattr(
+        ranks, "exchanged",
+        lambda _, value, part, *numbers, state=None, about=None: ranks.Exchanged(
+            [value], [numbers, numbers], state
+        ),
+    )  # fmt: skip
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()
 

@@ -46,13 +46,11 @@ WEIGHTS, SWITCHES = "ranks hold modules of the same names", "ranks have switched
         ([(2.0, 3, 7), (1.5, 2, 7)], []),  # one could not take all norms
     ],
 )
-def test_what_ranks_do_differently_is_told_once(numbers, told, monkeypatch):
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
-    monkeypatch.setattr(ranks, "gathered", lambda *_: [(*of_rank, 1) for of_rank in numbers])
+def test_what_ranks_do_differently_is_told_once(numbers, told):
     recorded = []
     exchange = Exchange(None, None, SimpleNamespace(own=[], record=recorded.append))
     for step in (5, 6):
-        exchange.tell(step)
+        exchange.compare(step, numbers)
     assert [event.step for event in recorded] == [5] * len(told)
     assert all(event.why.startswith(why) for event, why in zip(recorded, told, strict=True))
 

@@ -189,20 +189,29 @@ class Measurement:
         """Returns the samples of the run's scalars that no sampled step has taken."""
         return self.receive(self.send({}, step))
 
-    def of_all_ranks(self, sent: Sent | None) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """Returns what all ranks' calls show, if all measured them, and the sites; all call it."""
+    def of_all_ranks(
+        self, sent: Sent | None, table: list[KnownSite], state: tuple[Tensor, Tensor] | None
+    ) -> AttentionMetric | None:
+        """Returns what all ranks' calls show, which all ranks measured; all call it.
+
+        `state` is what was reduced already, because all ranks have the same sites.
+        """
         own, metric = (sent.table, sent.metric) if sent else ([], None)
-        table = joined_tables(ranks.of_each_part("sites", own, own))
-        if not ranks.all_agree(sent is not None and sent.is_whole and bool(table), table):
-            return None, table
         # A rank without any attention has nothing to add.
         if metric is None:
             metric = AttentionMetric(self.plan.calls, 0, 0).on_table([], table)
         elif table != own:
             rows = {(site.name, site.num_heads): site.row for site in table}
             metric = metric.on_table([rows.get((x.name, x.num_heads)) for x in own], table)
-        metric.reduce()
-        return (metric if metric.sums.any() else None), table  # no rank may have called any
+        if state is not None:
+            metric.sums, metric.maxima = state
+        elif ranks.world_size() > 1:
+            mine = metric.sums, metric.maxima
+            state = ranks.exchanged("state", None, None, state=mine, about=table).state
+            if state is None:
+                return None
+            metric.sums, metric.maxima = state
+        return metric if metric.sums.any() else None  # no rank may have called any
 
     def add(
         self,
@@ -553,10 +562,6 @@ class AttentionMetric:
             index = device_constant(numbers, torch.int64, self.sums.device)
             of_audited = self.sums[-len(audits) :, site]
             of_audited.index_add_(1, index, torch.stack(audits).to(index.device))
-
-    def reduce(self) -> None:
-        if ranks.world_size() > 1:
-            self.sums, self.maxima = ranks.reduced(self.sums, self.maxima)
 
     def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Returns the indicators by name, FP64 `(S, H)`; NaN: no data."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from guardbit import MonitorSession
 from guardbit.kernels import dispatch
-from guardbit.monitor import sites
+from guardbit.monitor import ranks, sites
 from guardbit.monitor.measure import measurement, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import FOR_NOW
@@ -328,7 +328,49 @@ def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_no
         )
 
 
+class Counting:
+    """The ranks' group, which counts what it is asked for."""
+
+    def __init__(self, group, asked):
+        self.group, self.asked = group, asked
+
+    def __getattr__(self, name):
+        self.asked.append(name)
+        return getattr(self.group, name)
+
+
+def counted(folder, rank, patch):
+    beside, asked = ranks._group_beside, []
+    patch.setattr(ranks, "_group_beside", lambda default: Counting(beside(default), asked))
+    # Losses differ, as ranks see their own rows.
+    loop, of_steps = Loop(dirpath=folder / "run", every_n_train_steps=2), []
+    for step in range(4):
+        asked.clear()
+        with loop.session.step(step) as record:
+            loop.model(torch.randn(2, 12, 32).bfloat16()).float().square().mean().backward()
+            record.loss(float(rank))
+        of_steps.append([*asked])
+    loop.session.close()
+    return of_steps
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_sampled_step_takes_four_hops_whatever_the_number_of_ranks(tmp_path, number):
+    launch(count_on_each_rank, number, tmp_path)
+    # Sums and maxima go side by side: one hop.
+    hops = ["allgather", "allgather", "allreduce", "allreduce", "broadcast"]
+    found = seen(tmp_path / "counted")
+    assert len(found) == number
+    assert all(of_steps == [hops, [], hops, []] for of_steps in found)
+
+
+def count_on_each_rank(folder):
+    begin("cpu")
+    keep(folder, ["counted"], on_rank)
+
+
 SCENARIOS = {
+    "counted": counted,
     "an error in a call": partial(an_error, dispatch, "delta_bias"),
     "an error as it is added up": partial(an_error, measurement, "device_constant"),
     "in float32": in_float32,
