@@ -44,9 +44,8 @@ SHOWN = {
 }
 _SHOWN_TOO = "delta_bias_cumulative"
 
-#: Significant digits that are kept of a run's own values, of heads', and of those no table reads.
-SCALAR_DIGITS, DIGITS, COARSE_DIGITS = 5, 3, 2
-_COARSE = ("w_k_spectral_norm", _SHOWN_TOO)
+#: Significant digits that are kept of a run's own values, and of heads'.
+SCALAR_DIGITS, DIGITS = 5, 3
 
 
 class Run(NamedTuple):
@@ -161,8 +160,7 @@ def rewrite(
 
 def rounded(frame: pd.DataFrame) -> pd.DataFrame:
     """Telemetry with as many digits as are kept."""
-    digits = np.where(frame["indicator"].isin(_COARSE), COARSE_DIGITS, DIGITS)
-    digits[frame["site"] == ""] = SCALAR_DIGITS
+    digits = np.where(frame["site"] == "", SCALAR_DIGITS, DIGITS)
     values = [float(f"{x:.{n}g}") for x, n in zip(frame["value"], digits, strict=True)]
     return frame.assign(value=values)
 
