@@ -6,14 +6,17 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit import read_events, read_run
+from guardbit.judgement import SHARES
 from guardbit.records import Event
 from guardbit.store import RunWriter, read_metadata
 from guardbit.store.reading import samples_of
@@ -29,17 +32,20 @@ LOSS_STEPS, HEAD_STEPS = 20, 200
 #: Steps between audits that are kept of a run that audits all heads at each sample.
 AUDIT_STEPS = 100
 _KEPT = (
-    "w_q_spectral_norm", "w_k_spectral_norm", "max_logit", "multiple_maxima",
-    "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
-    "delta_bias_cumulative", "w_q_push_cumulative", "key_common_mode",
+    "w_q_spectral_norm", "w_k_spectral_norm", "max_logit", "multiple_maxima_bf16",
+    "attention_entropy", "key_common_mode",
 )  # fmt: skip
-_AUDITED = ("dq_relative_error", "dq_coherent_error", "w_q_push")
+_AUDITED = ("dq_relative_error", "dq_coherent_error")
 
-#: Significant digits that are kept of a run's own values, of heads', and of those no rule reads.
-SCALAR_DIGITS, DIGITS, COARSE_DIGITS = 5, 3, 2
-_COARSE = (
-    "w_k_spectral_norm", "multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative",
-)  # fmt: skip
+#: Folder of each run in the package -> the run of the study; and what is kept of these besides.
+SHOWN = {
+    "lost": "stock-cudnn-lr1.5e-03-seed10",
+    "switched": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
+}
+_SHOWN_TOO = "delta_bias_cumulative"
+
+#: Significant digits that are kept of a run's own values, and of heads'.
+SCALAR_DIGITS, DIGITS = 5, 3
 
 
 class Run(NamedTuple):
@@ -90,11 +96,8 @@ def audits_all(audits: pd.DataFrame) -> bool:
 def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
     """Thins every run below a folder for the repository.
 
-    Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
-    sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
-    200th step, what else rules and figures read of all heads (to two digits what no rule reads);
-    where all heads were audited at each sample, of every 100th step. What is written is a run as
-    any other, for `guardbit report`, `live`, `replay` and `diagnose`.
+    Kept are the journal and `kept_of` the telemetry. What is written is a run as any other, for
+    `guardbit report`, `live`, `replay` and `diagnose`.
 
     Args:
         runs: Folder of the folders that `studies.rescue.train` wrote.
@@ -111,15 +114,6 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
         frame = read_run(folder)
         if (beginning := begun_at(folder.name)) is not None:
             frame = frame[frame["step"] > beginning]
-        scalar = frame["site"] == ""
-        thin = scalar & (frame["step"] % LOSS_STEPS == 0)
-        thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
-        # One head of a layer in turn: thinned, some would never be seen. Not so of all of them.
-        audited = frame["indicator"].isin(_AUDITED)
-        if audits_all(frame[audited]):
-            audited &= frame["step"] % AUDIT_STEPS == 0
-        thin |= audited
-        kept = rounded(frame[thin])
         study = json.loads(about.read_text())
         if (clock := folder / "clock.csv").exists():
             steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
@@ -129,17 +123,44 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
         if target.exists():
             shutil.rmtree(target)
         with RunWriter(target, metadata=metadata) as writer:
-            writer.add(samples_of(kept))
+            writer.add(samples_of(kept_of(frame, folder.name)))
             for event in read_events(folder).to_dict("records"):
                 writer.event(Event(**event))
         squeeze(target)
         pack_heads(folder, target, snapshots)
 
 
+def kept_of(frame: pd.DataFrame, run: str = "") -> pd.DataFrame:
+    """The telemetry that rules and tables read, of a run that is named.
+
+    Losses of every 20th step and gradient norms of every 100th (they are sampled at every 50th), to
+    five digits; to three rounding's shares, the audited errors of dQ and, of every 200th step, what
+    else is read of all heads; where all heads were audited at each sample, errors of every 100th.
+    """
+    names = (*_KEPT, _SHOWN_TOO) if run in SHOWN.values() else _KEPT
+    thin = (frame["site"] == "") & (frame["step"] % LOSS_STEPS == 0)
+    thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(names)
+    # One head of a layer in turn: thinned, some would never be seen. Not so of all of them.
+    audited = frame["indicator"].isin(_AUDITED)
+    if audits_all(frame[audited]):
+        audited &= frame["step"] % AUDIT_STEPS == 0
+    return rounded(frame[thin | audited | frame["indicator"].isin(SHARES)])
+
+
+def rewrite(
+    folders: Iterable[Path], chosen: Callable[[pd.DataFrame, str], pd.DataFrame] = kept_of
+) -> None:
+    """Leaves of the samples in folders, in place, those that are chosen; all else stays."""
+    for path in (path for folder in folders for path in folder.glob("samples-*.parquet")):
+        table = pq.read_table(path)
+        kept = chosen(table.to_pandas(), path.parent.name)
+        pq.write_table(pa.Table.from_pandas(kept, table.schema, preserve_index=False), path)
+        squeeze(path.parent)
+
+
 def rounded(frame: pd.DataFrame) -> pd.DataFrame:
-    """Telemetry with as many digits as `pack` keeps."""
-    digits = np.where(frame["indicator"].isin(_COARSE), COARSE_DIGITS, DIGITS)
-    digits[frame["site"] == ""] = SCALAR_DIGITS
+    """Telemetry with as many digits as are kept."""
+    digits = np.where(frame["site"] == "", SCALAR_DIGITS, DIGITS)
     values = [float(f"{x:.{n}g}") for x, n in zip(frame["value"], digits, strict=True)]
     return frame.assign(value=values)
 
@@ -151,6 +172,7 @@ def squeeze(folder: Path) -> None:
         table = pq.read_table(path).sort_by([(name, "ascending") for name in order])
         pq.write_table(
             table, path, compression="brotli", compression_level=11, data_page_size=1 << 24,
+            max_rows_per_page=1 << 24, write_statistics=False, store_schema=False,
             use_dictionary=[name for name in table.column_names if name != "value"],
         )  # fmt: skip
     for path in folder.glob("session-*.json"):

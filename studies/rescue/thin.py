@@ -14,21 +14,12 @@ from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.records import Event, event_of
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
 from guardbit.store.reading import samples_of
-from studies.rescue.packed import squeeze
+from studies.rescue.packed import SHOWN, squeeze
 
-#: Folder of each run in the package -> the run of the study.
-RUNS = {
-    "lost": "stock-cudnn-lr1.5e-03-seed10",
-    "switched": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
-}
 INDICATORS = (
-    "w_q_spectral_norm",
-    "max_logit",
-    "multiple_maxima_bf16",
-    "attention_entropy",
-    "delta_bias_cumulative",
-    "loss",
-)
+    "w_q_spectral_norm", "max_logit", "multiple_maxima_bf16", "attention_entropy",
+    "delta_bias_cumulative", "loss",
+)  # fmt: skip
 #: Steps between the samples kept, of heads and of the loss; those of first alarms are kept besides.
 HEADS_EVERY, LOSS_EVERY = 200, 20
 #: Why heads were switched.
@@ -66,7 +57,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("target", type=Path)
     settings = parser.parse_args()
-    for name, run in RUNS.items():
+    for name, run in SHOWN.items():
         thin(settings.results / run, settings.target / name)
 
 
