@@ -23,6 +23,9 @@ MOST_REPEATED = 0.02
 #: Standard deviations of a gain that roundings without bias may show.
 CHANCE = 4.0
 
+#: Part of an error of attention's gradients that may lie along them without being a fault.
+ALONG = 0.3
+
 #: Largest relative difference of a derived class from PyTorch's that is the same function.
 AS_DEFINED = 0.02
 
@@ -149,6 +152,9 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
             continue
         if not (is_weight and _sums_in_low(call)):
             found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
+        if call.kind == "attention":
+            # Of near-equal keys the gradient of queries is a remainder, and rounding half of it.
+            found[name, BY_CHANCE] += ALONG * found[name, ERROR]
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     # In FP32 and FP64 attention has another kernel than in the run: its slope says nothing.
@@ -204,7 +210,7 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
     if not along:
         return None
     ends = []
-    for sign in (1.0, -1.0):
+    for sign in (1.0, -1.0, 0.0):
         outputs, _ = run_again(call, wide, {name: sign * d for name, d in along.items()})
         ends.append(
             sum(
@@ -214,8 +220,12 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
             )
         )
     difference = (ends[0] - ends[1]) / 2
+    # At a kink, as of a maximum of equal numbers, the two sides differ, and no slope is right.
+    kink = (ends[0] + ends[1] - 2 * ends[2]).abs() / difference.abs()
     # Both are 0 where gradients came that are 0, as after an underflow.
-    return (expected / difference - 1).masked_fill((expected == 0) & (difference == 0), 0.0)
+    is_flat = (expected == 0) & (difference == 0)
+    slope = (expected / difference - 1).masked_fill(is_flat, 0.0)
+    return slope.masked_fill(kink > OF_ALL[SLOPE] / 2, math.nan)
 
 
 def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,10 @@
 """The study's tables: which runs failed, which were warned, which were saved, and what they show.
 
     python -m studies.rescue.analyse pack runs/rescue studies/rescue/results
-    python -m studies.rescue.analyse rewrite studies/rescue/results
     python -m studies.rescue.analyse table studies/rescue/results
 
-`pack` thins runs for the repository (`packed.py`), `rewrite` packed ones anew, in place. `table`
-prints one line a run, one an arm, one a family (all of it, and its copies).
+`pack` thins runs for the repository (`packed.py`). `table` prints one line a run, one an arm, one a
+family (all of it, and its copies).
 
 A run has failed when its loss, averaged over the 500 steps before, lies 0.1 nats above that of the
 matched run, the one whose heads are all compensated from the start, with the same seed and batches.
@@ -47,7 +46,7 @@ import pandas as pd
 from scipy.stats import beta, hypergeom
 
 from studies.rescue.lines import one_line_a_run
-from studies.rescue.packed import begun_at, load, pack, rewrite
+from studies.rescue.packed import begun_at, load, pack
 
 #: Compared steps from which on a run that has not failed counts.
 LENGTH = 14_500
@@ -138,14 +137,10 @@ def main(arguments: list[str] | None = None) -> None:
     packing.add_argument("runs", type=Path)
     packing.add_argument("results", type=Path)
     packing.add_argument("--snapshots", type=int, default=4, help="of a run's first alarmed head")
-    for name, what in (("rewrite", "thin packed runs anew"), ("table", "print all tables")):
-        commands.add_parser(name, help=what).add_argument("results", type=Path)
+    commands.add_parser("table", help="print all tables").add_argument("results", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "pack":
         pack(options.runs, options.results, options.snapshots)
-        return
-    if options.command == "rewrite":
-        rewrite(options.results.iterdir())
         return
     runs = one_line_a_run(load(options.results))
     judged = runs[runs["run"].map(begun_at).isna()]

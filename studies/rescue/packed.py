@@ -6,13 +6,11 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit import read_events, read_run
@@ -145,17 +143,6 @@ def kept_of(frame: pd.DataFrame, run: str = "") -> pd.DataFrame:
     if audits_all(frame[audited]):
         audited &= frame["step"] % AUDIT_STEPS == 0
     return rounded(frame[thin | audited | frame["indicator"].isin(SHARES)])
-
-
-def rewrite(
-    folders: Iterable[Path], chosen: Callable[[pd.DataFrame, str], pd.DataFrame] = kept_of
-) -> None:
-    """Leaves of the samples in folders, in place, those that are chosen; all else stays."""
-    for path in (path for folder in folders for path in folder.glob("samples-*.parquet")):
-        table = pq.read_table(path)
-        kept = chosen(table.to_pandas(), path.parent.name)
-        pq.write_table(pa.Table.from_pandas(kept, table.schema, preserve_index=False), path)
-        squeeze(path.parent)
 
 
 def rounded(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,10 +1,10 @@
 """The tables of the experiment, and its decision by the rules of README.md.
 
-    python -m studies.tuned.analyse [--figure PATH] [--gather FOLDER ... [--thin]]
+    python -m studies.tuned.analyse [--figure PATH] [--gather FOLDER ...]
 
 Reads `results.csv` beside this file, a row a run. `--gather` writes that file anew from the folders
-of runs: their `result.json` and what GuardBit recorded; `--thin` leaves of that, in place, what
-packed runs keep, and the largest logit.
+of runs: their `result.json` and what GuardBit recorded. Of that the
+repository keeps what `studies.rescue.packed.kept_of` says, and the largest logit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pandas as pd
 from scipy import stats
 
 from guardbit import read_events, read_run
-from studies.rescue.packed import kept_of, rewrite
 
 TABLE = Path(__file__).with_name("results.csv")
 RATES = (6e-4, 1e-3, 1.5e-3, 2.1e-3, 3e-3)
@@ -47,16 +46,6 @@ def gathered(folders: list[Path]) -> pd.DataFrame:
             | {"first_alarm": alarms.min(), "max_logit": logits.max()}
         )
     return pd.DataFrame(rows).sort_values(["seed", "rate", "arm"])
-
-
-def thinned(frame: pd.DataFrame, run: str) -> pd.DataFrame:
-    """What is kept of a run's telemetry: as of all packed runs, and all digits of `max_logit`."""
-    logits = frame.loc[frame["indicator"] == "max_logit", "value"]
-    kept = kept_of(frame, run).drop(logits.idxmax(), errors="ignore")
-    # Others may be rounded up, but not beyond it.
-    is_beyond = (kept["indicator"] == "max_logit") & (kept["value"] > logits.max())
-    kept["value"] = kept["value"].mask(is_beyond, logits.max())
-    return pd.concat([kept, frame.loc[[logits.idxmax()]]])
 
 
 def best_rates(runs: pd.DataFrame) -> dict[str, float]:
@@ -132,13 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gather", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--thin", action="store_true")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args(arguments)
     if options.gather:
         gathered(options.gather).to_csv(TABLE, index=False, float_format="%.8g")
-        if options.thin:
-            rewrite(options.gather, thinned)
     runs = pd.read_csv(TABLE)
     means = runs.pivot_table("held_out", ["arm", "seed"], "rate")
     print(means.round(4).to_string(na_rep="-"))

@@ -369,3 +369,11 @@ def test_what_keeps_too_much_for_its_backward_is_not_run_to_its_end(monkeypatch)
     monkeypatch.setattr(calls, "MOST_BYTES", 6 * 64 * WIDTH * 4)
     with pytest.raises(NotMeasured, match="to run it again takes over 0 MiB"):
         numbers(block, x, autocast=False)
+
+
+def test_where_equal_numbers_meet_no_slope_is_told():
+    x = torch.zeros(4, 2, 8, 8, requires_grad=True)
+    _, found = numbers(nn.MaxPool2d(2), x, autocast=False)
+    assert math.isnan(found["input", SLOPE])
+    _, found = numbers(nn.MaxPool2d(2), random(4, 2, 8, 8), autocast=False)
+    assert abs(found["input", SLOPE]) < 1e-6

@@ -1,6 +1,7 @@
 """The audit of modules in a session: what it says, and that it leaves a run as it was."""
 
 import copy
+import re
 from contextlib import nullcontext
 from functools import partial
 
@@ -397,6 +398,26 @@ def test_losses_outside_modules_and_attention_are_audited_as_modules(way):
         assert why == "compiled code calls it"
     assert before == {name: vars(F)[name] for name in before}
     assert torch.autograd.Function.apply.__func__ is apply
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_kernel_whose_gradients_are_off_to_one_side_is_named(tmp_path, monkeypatch, which):
+    right = F.scaled_dot_product_attention
+
+    def wrong(*qkv, **how):  # as a kernel of low precision alone would be
+        is_low = qkv[0].dtype == BF16
+        given = [Shrunk.apply(x) if index == which and is_low else x for index, x in enumerate(qkv)]
+        return right(*given, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong)
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].act = Attention(width=64)
+    trained(model, steps=8, dirpath=tmp_path)
+    (module, why), *_ = told(tmp_path)
+    assert module == "blocks.1.act.scaled_dot_product_attention"
+    tensor = ("the input", "input 1", "input 2")[which]
+    assert re.match(rf"the gradient of {tensor} is -(19\.9|20\.0)", why)
 
 
 def test_a_loss_that_compiled_code_calls_is_compiled_once():

@@ -13,7 +13,7 @@ from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from studies.rescue import analyse, measures
-from studies.rescue.packed import SHOWN, begun_at, load, pack
+from studies.rescue.packed import begun_at, load, pack
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -147,28 +147,6 @@ def test_what_pack_keeps(tmp_path):
     with pytest.raises(ValueError, match="another folder than their own"):
         pack(tmp_path / "runs", tmp_path / "packed" / ".." / "runs")
     assert (folder / "clock.csv").exists()
-
-
-def test_packed_runs_are_thinned_anew_in_place(tmp_path):
-    shown = next(iter(SHOWN.values()))
-    for name in ("one", shown):
-        with RunWriter(tmp_path / name, metadata={"study": {"seed": 1}}) as writer:
-            for step in range(0, 401, 100):
-                writer.add([Sample(step, "h.0", 0, name, (1.2345678, 2.0))
-                            for name in ("max_logit", "delta_bias_cumulative", "delta_bias")]
-                           + [Sample(step, "", -1, "loss", (1.2345678,))])  # fmt: skip
-            writer.event(Event(7, "alarm", "h.0", (1,), "why", "rule"))
-    (tmp_path / "table.csv").write_text("a file beside them")
-    for _ in range(2):
-        analyse.main(["rewrite", str(tmp_path)])
-    steps = {"loss": [*range(0, 401, 100)], "max_logit": [0, 200, 400]}
-    for run in load(tmp_path):
-        kept = steps if run.name == "one" else {**steps, "delta_bias_cumulative": [0, 200, 400]}
-        by_indicator = run.frame.groupby("indicator")
-        assert by_indicator["step"].unique().map(list).to_dict() == kept
-        values = by_indicator["value"].unique().map(list).to_dict()
-        assert (values["loss"], values["max_logit"]) == ([1.2346], [1.23, 2.0])
-        assert (run.facts, run.events["step"].tolist()) == ({"seed": 1}, [7])
 
 
 def bounded(frame, every=1):

@@ -37,21 +37,6 @@ def test_table_holds_all_forty_runs_as_they_were_gathered():
     pd.testing.assert_frame_equal(found, table(), check_dtype=False, rtol=1e-7)
 
 
-def test_of_the_largest_logit_alone_all_digits_are_kept():
-    logits = {200: (5849.6, 12.3456), 300: (12.3456, 5849.79), 400: (5844.9, 12.3456)}
-    columns = ["step", "site", "layer", "head", "indicator", "value"]
-    rows = [(step, "h.0", 0, head, name, value)
-            for step, values in logits.items() for head, value in enumerate(values)
-            for name in ("max_logit", "delta_bias")]  # fmt: skip
-    found = analyse.thinned(pd.DataFrame(rows, columns=columns), "run")
-    # 5,849.6 is 5,850 in three digits: more than the largest.
-    assert found[["step", "head", "indicator", "value"]].to_numpy().tolist() == [
-        [200, 0, "max_logit", 5849.79], [200, 1, "max_logit", 12.3],
-        [400, 0, "max_logit", 5840.0], [400, 1, "max_logit", 12.3],
-        [300, 1, "max_logit", 5849.79],
-    ]  # fmt: skip
-
-
 def test_both_arms_are_best_at_the_lowest_rate():
     stage_1 = table()[lambda runs: runs["seed"].isin((101, 102))]
     means = stage_1.groupby(["arm", "rate"])["held_out"].mean()
