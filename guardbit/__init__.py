@@ -6,8 +6,6 @@ swaps a stabilized kernel in for the affected heads in the middle of the run.
 Everything is imported when it is first used, so reading telemetry never loads torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

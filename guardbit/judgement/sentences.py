@@ -173,7 +173,7 @@ def _failed(text: str, again: int | None) -> str:
 
 def limits(of: Facts, state: State) -> list[str]:
     """The end of a headline: what was not watched."""
-    found: list[str] = []
+    found = [found_in_modules(of)] if of.modules and state != "warning" else []
     since = unjudged(of)
     if since and state not in ("healthy", "unclear", "lost"):
         found.append(NOTHING.format(since))
@@ -197,6 +197,12 @@ def limits(of: Facts, state: State) -> list[str]:
     return found
 
 
+def found_in_modules(of: Facts) -> str:
+    (name, why), *others = of.modules
+    more = f"; {len(others)} more such findings" if others else ""
+    return f"{name}: {why}{more}" if name else f"{why}{more}"
+
+
 def advice(state: State, of: Facts, cause: Cause, ended: Ended | None) -> str:
     going_on = _GOING_ON.get(ended, "").format(of.last_step or 0)
     said = _advice(state, of, cause)
@@ -206,6 +212,8 @@ def advice(state: State, of: Facts, cause: Cause, ended: Ended | None) -> str:
 
 
 def _advice(state: State, of: Facts, cause: Cause) -> str:
+    if state == "warning" and of.modules:
+        return "Look at the module that is named."
     if state == "alarmed" and not of.alarmed:
         return _ADVICE["warning"]
     if state == "alarmed":

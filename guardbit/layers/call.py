@@ -4,8 +4,6 @@ A part of a call's inputs is kept, with the gradients that came to its outputs. 
 again from them as it ran, or in FP32: the same code without casts to lower precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar

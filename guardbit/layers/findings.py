@@ -1,11 +1,9 @@
 """What audits of modules have found in a run, and what is said of it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from statistics import median
 from typing import NamedTuple
 
@@ -110,21 +108,21 @@ class Findings:
         news = [keys[key] for key in keys if key in sure - self._told]
         self._told |= sure
         for kind in sorted({row.kind for row in news} & audit.OF_WEIGHTS.keys() - self._told_of):
-            self._told_of.add(kind)
-            self._tell(
-                step, "", _of_optimizer(self.rows) if kind == "optimizer" else _of_sums(self.rows)
-            )
+            if why := _of_optimizer(self.rows) if kind == "optimizer" else _of_sums(self.rows):
+                self._told_of.add(kind)
+                self._tell(step, "", why)
         news = [
             row
             for row in news
             if row.kind not in audit.OF_WEIGHTS
             and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
         ]
-        for name in dict.fromkeys(row.module for row in news):
+        names = dict.fromkeys(row.module for row in news)
+        for name in sorted(names, key=lambda name: any(map(_is_in(name), names))):
             # A backward that does not fit its forward is off FP32's as well.
             of_module = [row for row in news if row.module == name]
             worst = max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))
-            self._tell(step, name, sentence(worst))
+            self._tell(step, name, sentence(worst) if name else f"the model: {sentence(worst)}")
 
     def _tell(self, step: int, name: str, why: str) -> None:
         self._record(Event(step, "advisory", name, (), why, rule="module"))
@@ -141,9 +139,16 @@ class Findings:
                 module, _, _ = of.rpartition(".")
                 if [name] == still:
                     self._tell(step, module, f"{of} is not trained; the others like it are")
-                if not middle / MOST_UNLIKE <= size <= middle * MOST_UNLIKE:
+                if size * MOST_UNLIKE < middle or size > middle * MOST_UNLIKE:  # not NaN
                     why = f"{of} is {size:.2g} in size (root mean square), the others like it"
                     self._tell(step, module, f"{why} {middle:.2g}")
+
+    def compare_gradients(self, step: int, called: Container[str]) -> None:
+        """Looks, once, for matrices of called modules that alone of their peers get no gradient."""
+        for group in optimizer.peers(self._model):
+            names = [plain_name(n) for n, one in group if one.requires_grad and one.grad is None]
+            if len(names) == 1 and (module := names[0].rpartition(".")[0]) in called:
+                self._tell(step, module, f"{names[0]} gets no gradient; the others like it do")
 
 
 def _of_optimizer(rows: list[ModuleRow]) -> str:
@@ -155,14 +160,14 @@ def _of_optimizer(rows: list[ModuleRow]) -> str:
             gains[state if of else "weights"].append(row)
     said = []
     for state, shown in gains.items():
-        worst = max(shown, key=lambda row: row.excess)
-        middle = median(-row.value for row in shown) + 0.0  # not -0
-        if worst.excess > 1:
+        worst = min(shown, key=lambda row: row.value)
+        middle = max(0.0, median(-row.value for row in shown))
+        if worst.value < 0 and worst.excess > 1:
             said.append(
                 f"{middle:.0%} of what the optimizer adds to {state} (median of {len(shown)}"
                 f" tensors), and {-worst.value:.0%} in {worst.tensor.rpartition(' ')[2]}"
             )
-    return f"rounding to BF16 or FP16 takes {'; '.join(said)}; FP32 loses none"
+    return f"rounding to BF16 or FP16 takes {'; '.join(said)}; FP32 loses none" if said else ""
 
 
 def _of_sums(rows: list[ModuleRow]) -> str:

@@ -1,7 +1,5 @@
 """What rounding takes from an optimizer's step, and weights that are unlike their peers."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -235,7 +235,8 @@ class Journal:
                 self._writer.event(event)
 
     def _log(self, event: Event, is_switched: bool = False) -> None:
-        if event.kind in ("alarm", "switch", "monitor_error") or is_place(event):
+        is_read = event.kind in ("alarm", "switch", "monitor_error") or event.rule == "module"
+        if is_read or is_place(event):
             self.events.append(event)
         if ranks.rank() > 0:
             return

@@ -1,7 +1,5 @@
 """The audit of modules in a run: which are taken when, what was found, and what is said of it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -91,7 +89,7 @@ class ModuleAudits:
         self.findings = Findings(model, record)
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
-        self._has_described = False
+        self._has_described = self._has_compared = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._exchanged: list[Callable[[], object]] = []  # how functions are put back
@@ -252,6 +250,7 @@ class ModuleAudits:
         if is_wanted:
             begin = partial(Call, module, args, kwargs, autocast_now())
             call = self._attempt(name, begin)
+            self._calls.setdefault(name, 0)
         self._open.append((module, name, call))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -331,6 +330,9 @@ class ModuleAudits:
         return self._stages.attempt("modules", measured)
 
     def _before_step(self, stepping: Optimizer, *_: Any) -> None:
+        if self._calls and not self._has_compared:
+            self._has_compared = True
+            self.findings.compare_gradients(self._step, self._calls)
         keep = partial(optimizer.before, stepping, self._weights)
         self._kept = self._stages.attempt("modules", keep) or []
 

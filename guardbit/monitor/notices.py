@@ -78,7 +78,7 @@ class Notices:
         others = [*_replaced({}), *interception.left_alone()]
         if not others and not any(map(_is_attention, candidates)):
             return (
-                "no attention was found in this model, so nothing is watched: no module of it has"
+                "no attention was found in this model, so none is watched: no module of it has"
                 f" called {_FUNCTIONS}, and none is named attention; if its attention has another"
                 " name and its own kernel, put q, k, v = guardbit.observe(q, k, v) before it"
             )

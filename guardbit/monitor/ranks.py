@@ -108,10 +108,7 @@ def exchanged(
 
 
 def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns sums, FP64, and maxima over all ranks, on the host; NaN where a rank has NaN.
-
-    All ranks bring the same shapes, as `exchanged` has made sure.
-    """
+    """Returns sums, FP64, and maxima, of one shape on all ranks; NaN where a rank has NaN."""
     # As gloo's maximum may lose NaN, it is added to the sums instead.
     is_nan = maxima.isnan()
     added = torch.cat([sums.flatten(), is_nan.flatten().double()])

@@ -26,14 +26,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measure import (
-    Burst,
-    KnownSite,
-    Measurement,
-    Sent,
-    joined_tables,
-    largest,
-)
+from guardbit.monitor.measure import Burst, Measurement, Sent, largest, measurement
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
@@ -310,7 +303,7 @@ class Part(NamedTuple):
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
     modules: list[str]  # that could call attention
     heads: dict[str, range] | None  # of this rank
-    table: list[KnownSite]  # that it measured
+    table: list[measurement.KnownSite]  # that it measured
 
 
 class Whole(NamedTuple):
@@ -319,7 +312,7 @@ class Whole(NamedTuple):
     samples: list[Sample]
     asked: dict[str, list[str]]
     metadata: dict[str, dict[str, Any]]
-    table: list[KnownSite]
+    table: list[measurement.KnownSite]
     are_whole: bool  # all ranks measured their calls
     state: tuple[Tensor, Tensor] | None  # sums and maxima of calls, if all have the same table
 
@@ -392,10 +385,9 @@ class Exchange:
             "known", mine, (heads, unfound, table), is_whole, sum(norms), len(norms), code, met,
             state=(metric.sums, metric.maxima) if metric and is_whole else None, about=table,
         )  # fmt: skip
-        whole = Whole(
-            joined([part.samples for part in parts]), {}, {},
-            joined_tables([part.table for part in parts]), all(of[0] for of in numbers), state,
-        )  # fmt: skip
+        samples_of_all = joined([part.samples for part in parts])
+        of_all = measurement.joined_tables([part.table for part in parts])
+        whole = Whole(samples_of_all, {}, {}, of_all, all(of[0] for of in numbers), state)
         for part in reversed(parts):
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.metadata})

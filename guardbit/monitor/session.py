@@ -108,7 +108,11 @@ class Session(Guarded):
         self.news: list[Alarm] = []  # of a rule or head that had not alarmed before
         self.sampled_step: int | None = None
         with refusing():
-            self.instrumentation: Instrumentation = instrument(model, settings.sites)
+            is_of_layers = settings.audit_modules or settings.locate_nonfinite
+            needs_attention = self.policy is not None or not is_of_layers
+            self.instrumentation: Instrumentation = instrument(
+                model, settings.sites, needs_attention
+            )
         is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
         self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)

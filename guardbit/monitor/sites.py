@@ -674,7 +674,9 @@ class Instrumentation:
         frames.listeners[listener] = None
 
 
-def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
+def instrument(
+    model: nn.Module, sites: Sequence[str] | None = None, needs_attention: bool = True
+) -> Instrumentation:
     """Routes a model's attention calls through GuardBit, without changing what they compute.
 
     >>> import torch
@@ -691,6 +693,7 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     Args:
         model: Any model; call it before the first forward, before or after `torch.compile`.
         sites: Names or patterns of the modules to consider; None for all.
+        needs_attention: Whether a model without attention that GuardBit sees is refused.
 
     Raises:
         ValueError: If no module of the model could call attention that GuardBit sees, a name
@@ -715,11 +718,11 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
                 " time, so calls cannot be told apart; use DistributedDataParallel"
             )
     candidates = dict(candidates_of(model))
-    if sites is None:
-        refuse_unseen(candidates)
-    else:
+    if sites is not None:
         candidates = select(candidates, sites, "module that could call attention")
-    if not candidates:
+    elif needs_attention:
+        refuse_unseen(candidates)
+    if not candidates and needs_attention:
         raise UnseenAttentionError(
             f"{type(model).__name__} has no module that could call attention; GuardBit watches"
             " calls of F.scaled_dot_product_attention inside a model's own modules"

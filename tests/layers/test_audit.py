@@ -377,3 +377,18 @@ def test_where_equal_numbers_meet_no_slope_is_told():
     assert math.isnan(found["input", SLOPE])
     _, found = numbers(nn.MaxPool2d(2), random(4, 2, 8, 8), autocast=False)
     assert abs(found["input", SLOPE]) < 1e-6
+
+
+def test_the_gradient_of_a_single_number_is_not_compared():
+    class Scale(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(shape))
+
+        def forward(self, x):
+            return x * self.scale
+
+    _, found = numbers(Scale(), random(8, WIDTH))
+    assert ("output", GAIN) in found and ("scale", GAIN) not in found
+    _, found = numbers(Scale(WIDTH), random(8, WIDTH))
+    assert ("scale", GAIN) in found

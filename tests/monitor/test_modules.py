@@ -544,3 +544,55 @@ def test_functions_that_user_code_wraps_in_a_sampled_step_stay_wrapped():
     finally:
         F.cross_entropy = original
         session.close()
+
+
+def test_a_model_without_attention_is_refused_by_guards_alone():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_channels": 3, "depths": [1], "hidden_sizes": [8], "num_stages": 1}
+    model = transformers.ConvNextModel(transformers.ConvNextConfig(**sizes))
+    for how in ({}, {"audit_modules": True, "policy": guardbit.Policy("exact_delta")}):
+        with pytest.raises(ValueError, match="attention"):
+            MonitorSession(model, **how)
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(2):
+        with session.step(step):
+            model(torch.randn(2, 3, 32, 32)).last_hidden_state.square().mean().backward()
+    assert "encoder.stages.0.layers.0" in {row.module for row in session.modules}
+    session.close()
+
+
+def test_weights_that_are_not_finite_have_no_peers(tmp_path):
+    model = Net(layers=5)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.up.weight.fill_(torch.nan)
+    trained(model, steps=3, dirpath=tmp_path)
+    assert not [why for _, why in told(tmp_path) if "others like it" in why]
+
+
+def test_the_headline_says_what_audits_of_modules_found(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1].act = ShrunkGELU()
+    session, _ = trained(model, steps=12, dirpath=tmp_path)
+    ((module, why),) = told(tmp_path)
+    judgement = session.judgement
+    assert judgement.headline.startswith(f"Warning: {module}: {why}")
+    assert judgement.advice.startswith("Look at the module that is named.")
+
+
+class Cut(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_a_layer_that_gets_no_gradient_is_named(tmp_path):
+    model = Net(layers=5)
+    model.blocks[2].down.__class__ = Cut
+    model.blocks[4].up.weight.requires_grad_(False)
+    trained(model, steps=3, dirpath=tmp_path)
+    assert sorted(told(tmp_path)) == [
+        ("blocks.2.down", "blocks.2.down.weight gets no gradient; the others like it do"),
+        ("blocks.2.up", "blocks.2.up.weight gets no gradient; the others like it do"),
+        ("blocks.4.up", "blocks.4.up.weight is not trained; the others like it are"),
+    ]

@@ -6,12 +6,4 @@ heads that a rule has named at every step for a while.
 """
 
 from guardbit.monitor.measure.burst import Burst
-from guardbit.monitor.measure.measurement import (
-    KnownSite,
-    Measurement,
-    Sent,
-    Transfer,
-    is_number,
-    joined_tables,
-    largest,
-)
+from guardbit.monitor.measure.measurement import Measurement, Sent, Transfer, is_number, largest
