@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import warnings
 from contextlib import closing, nullcontext
 from unittest.mock import patch
 
@@ -265,6 +266,90 @@ def test_a_generator_that_no_module_holds_keeps_the_runs_bits():
     are_alike(square, lambda: Net(Noise()), before=lambda: generator.manual_seed(0))
 
 
+def test_a_patch_of_apply_that_comes_after_the_first_audit_is_called(originals):
+    calls = []
+
+    def patched(of, *args):
+        calls.append(of)
+        return originals["apply"].__func__(of, *args)
+
+    def loss(model, step):
+        if step == SAMPLED + 1:
+            Function.apply = classmethod(patched)
+        calls.clear()
+        made = Doubled.apply(model(data(step)[0])).square().mean()
+        assert len(calls) == (step > SAMPLED)
+        return made
+
+    run(loss, steps=6)
+
+
+def test_a_function_mode_of_the_users_sees_no_more_calls():
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            counts.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+
+    def loss(model, step):
+        counts.clear()
+        with Count():
+            made = model(data(step)[0]).square().mean()
+        seen.append([*counts])
+        return made
+
+    seen = []
+    run(loss)
+    assert seen[SAMPLED] == seen[0]
+
+
+def test_a_warning_of_a_loss_comes_once_from_the_users_line():
+    def loss(model, step):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            made = F.mse_loss(model(data(step)[0]), torch.zeros(16, 1))
+            made.backward(retain_graph=True)
+        assert [each.filename for each in found] == [__file__]
+        return made
+
+    run(loss)
+
+
+def of_a_module(module, hook):
+    return module.register_full_backward_hook(hook)
+
+
+def of_all_modules(_, hook):
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("register", [of_a_module, of_all_modules])
+def test_hooks_of_the_users_run_as_often_as_without(register):
+    def calls(watch):
+        counts = []
+
+        def loss(model, step):
+            counts.append(0)
+            return square(model, step)
+
+        def count(*_):
+            if counts:
+                counts[-1] += 1
+
+        def make():
+            net = Net()
+            handles.append(register(net.a, count))
+            return net
+
+        handles = []
+        run(loss, make, watch=watch)
+        handles[0].remove()
+        return counts
+
+    assert calls(watch=True) == calls(watch=False)
+
+
 # --- something is left behind ---------------------------------------------------------------------
 
 
@@ -432,6 +517,29 @@ def test_what_is_no_sum_of_backwards_is_not_compared_with_one(train, tmp_path):
     found = [row for step in rows for row in step if row.kind == "accumulation"]
     assert max([row.value for row in found], default=0) < 2**-8
     assert not [why for why in told(tmp_path) if "adding up" in why]
+
+
+class Adapted(nn.Linear):
+    """A linear layer and a small product of two matrices, as loralib has it."""
+
+    def __init__(self, inner, outer):
+        super().__init__(inner, outer)
+        self.down = nn.Parameter(torch.randn(2, inner) / inner**0.5)
+        self.up = nn.Parameter(torch.randn(outer, 2) * 0.003)
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def test_a_derived_class_that_does_a_little_more_is_not_compared_with_its_base(tmp_path):
+    def make():
+        net = Net()
+        net.a, net.b = Adapted(8, 32), Adapted(32, 4)
+        return net
+
+    _, _, rows = run(square, make, steps=6, dirpath=tmp_path)  # all of it in FP32
+    assert not beyond(rows[SAMPLED])
+    assert not told(tmp_path)
 
 
 class Convolved(nn.Module):
@@ -605,6 +713,38 @@ class Rounding(Net):
 def test_an_autograd_function_that_a_module_calls_is_no_function_outside_modules():
     _, _, rows = run(square, Rounding)
     assert "Rounded" not in {row.module for row in rows[SAMPLED]}
+
+
+class Stage(nn.Module):
+    def __init__(self, inner, stride):
+        super().__init__()
+        self.conv = nn.Conv2d(inner, 64, 1, stride=stride)
+        self.bn = nn.BatchNorm2d(64)
+
+    def forward(self, x):
+        return self.bn(self.conv(x))
+
+
+def test_a_norm_whose_batch_was_cut_is_not_said_to_have_dropout(tmp_path):
+    def make():
+        stages = nn.Sequential(Stage(3, 1), Stage(64, 4), Stage(64, 2), Stage(64, 2))
+        return nn.ModuleDict({"stages": stages})
+
+    def loss(model, step):
+        drawn = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 3, 64, 64, generator=drawn) + torch.randn(32, 3, 1, 1, generator=drawn)
+        return model["stages"](x).square().mean()
+
+    run(loss, make, steps=5, dirpath=tmp_path)
+    assert not [why for why in told(tmp_path) if "dropout" in why]
+
+
+def test_an_autograd_function_is_no_loss_if_its_output_is_no_number(tmp_path):
+    def loss(model, step):
+        return Doubled.apply(model(data(step)[0])).square().mean()
+
+    _, _, rows = run(loss)
+    assert {row.kind for row in rows[SAMPLED] if row.module == "Doubled"}.isdisjoint({"loss"})
 
 
 class TimeFirst(nn.Module):
