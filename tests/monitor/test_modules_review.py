@@ -234,6 +234,47 @@ def test_fx_traces_a_loss_in_a_sampled_step():
     are_alike(loss)
 
 
+class Graph(nn.Module):
+    """A convolution over a graph: nodes, and edges by the nodes' numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, nodes, edges):
+        made = self.linear(nodes)
+        return torch.zeros_like(made).index_add(0, edges[1], made[edges[0]])
+
+
+class Packed(nn.Module):
+    """Means of packed sequences, of which offsets say where they begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(100, 64)
+
+    def forward(self, tokens, offsets):
+        return self.bag(tokens, offsets)
+
+
+@pytest.mark.parametrize("kind", [Graph, Packed])
+def test_no_index_is_beyond_the_part_that_is_kept(kind):
+    """On a GPU such an index ends the process, or reads what lies there."""
+
+    def loss(model, step):
+        drawn = torch.Generator().manual_seed(step)
+        if kind is Graph:
+            nodes = torch.randn(32768, 64, generator=drawn)
+            return model(nodes, torch.randint(32768, (2, 65536), generator=drawn)).mean()
+        tokens = torch.randint(100, (32768,), generator=drawn)
+        return model(tokens, torch.arange(0, 32768, 64)).mean()
+
+    session, _, _ = run(loss, kind, steps=3)
+    whys = " ".join(session._modules.findings.unmeasured.values())
+    assert "out of bounds" not in whys
+    assert "offsets" not in whys
+
+
 class Fading(Function):
     """Counts its calls in the class, as schedules of gradient reversal do."""
 
@@ -339,7 +380,7 @@ def test_hooks_of_the_users_run_as_often_as_without(register):
 
         def make():
             net = Net()
-            handles.append(register(net.a, count))
+            handles.append(register(net.b, count))
             return net
 
         handles = []
