@@ -5,6 +5,7 @@ import pickle
 import threading
 import warnings
 from contextlib import closing, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -38,7 +39,7 @@ def originals():
 
 
 class Net(nn.Module):
-    def __init__(self, between=None):
+    def __init__(self, between: Any = None):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
         self.between = between or nn.Tanh()
@@ -61,11 +62,11 @@ def square(model, step):
     return model(data(step)[0]).float().square().mean()
 
 
-def run(loss, make=Net, steps=4, watch=True, train=None, **how):
+def run(loss: Any, make: Any = Net, steps=4, watch=True, train: Any = None, **how: Any) -> Any:
     """Trains; returns the session, the losses with the weights, and the rows of each step."""
     torch.manual_seed(0)
     model = make()
-    session = None
+    session: Any = None
     if watch:
         session = MonitorSession(model, every_n_train_steps=2, audit_modules=True, **how)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -85,7 +86,7 @@ def run(loss, make=Net, steps=4, watch=True, train=None, **how):
     return session, [*losses, *(w.detach().clone() for w in model.state_dict().values())], rows
 
 
-def are_alike(loss, make=Net, before=lambda: None, **how):
+def are_alike(loss: Any, make: Any = Net, before: Any = lambda: None, **how: Any) -> Any:
     before()
     session, seen, _ = run(loss, make, **how)
     before()
