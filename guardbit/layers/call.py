@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from guardbit import private
@@ -27,6 +28,12 @@ MOST_NUMBERS = 1 << 20
 #: Bytes that a repetition may keep for its backward, weights included; on a GPU as well this part
 #: of what it holds.
 MOST_BYTES, MOST_HELD = 1 << 29, 1 / 32
+
+#: Modules of these do not hold indices of their own.
+LIBRARIES = ("torch.nn.modules.", "transformers.")
+
+#: Most numbers of a buffer of which a call keeps what it held.
+MOST_OF_BUFFER = 1 << 16
 
 #: Fewest rows of a call whose rows can be taken apart.
 FEWEST_ROWS = 64
@@ -55,22 +62,8 @@ class NotMeasured(Exception):
     """Raised with the reason, in words, why a call cannot be compared."""
 
 
-class Called(nn.Module):
-    """A function as a module, such as a loss that no module calls."""
-
-    def __init__(self, function: Callable[..., Any], kind: str) -> None:
-        super().__init__()
-        self.function, self.kind = function, kind
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
-        return self.function(*args, **kwargs)
-
-
 def kind_of(module: nn.Module) -> str:
     """The kind of a module, by which its limits go."""
-    if isinstance(module, Called):
-        return module.kind
     if next(module.children(), None) is not None:
         return "block"
     if isinstance(module, nn.Embedding):
@@ -128,6 +121,24 @@ def _part(module: nn.Module, first: Tensor) -> Part:
     return Part(length, max(fewest, MOST_NUMBERS // max(1, item)), is_rows=False)
 
 
+def _refuse_if_torn(module: nn.Module, first: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Refuses to cut what may hold indices into it, which would read beyond its end."""
+    parts = [*module.modules()]
+    is_own = not all(type(part).__module__.startswith(LIBRARIES) for part in parts)
+    numbers = (torch.bool, torch.float64)
+    whole = [each for each in tensors if not (each.is_floating_point() or each.dtype in numbers)]
+    others = [each for each in whole if each is not first]
+    are_rows = first.dim() <= 1 + first.is_floating_point()
+    is_uneven = any(each.shape[:1] != first.shape[:1] for each in others)
+    is_strict = are_rows or type(module).__module__.startswith(LIBRARIES[0])
+    if (is_own and (are_rows or others)) or (is_strict and is_uneven):
+        raise NotMeasured("a part of it is too small for what may be indices")
+    if any(getattr(part, "batch_first", True) is False for part in parts):
+        raise NotMeasured("its first dimension is time")
+    if any(isinstance(part, _BatchNorm) and part.training for part in parts):
+        raise NotMeasured("it takes the statistics of a batch that is too large")
+
+
 def _widths(module: nn.Module) -> Iterator[int]:
     for parameter in module.parameters(recurse=False):
         yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
@@ -148,7 +159,13 @@ class Call:
             raise NotMeasured("its inputs are not tensors and numbers alone")
         if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
             raise NotMeasured("its inputs are tensors of another class")
-        self.part = _part(module, next(filter(Tensor.is_floating_point, tensors), tensors[0]))
+        first = next(filter(Tensor.is_floating_point, tensors), tensors[0])
+        self.part = _part(module, first)
+        if not self.part.is_rows and self.part.taken < self.part.length:
+            _refuse_if_torn(module, first, tensors)
+        # As the call begins, not as it leaves them.
+        few = (buffer for buffer in module.buffers() if buffer.numel() <= MOST_OF_BUFFER)
+        self.buffers = {buffer: buffer.detach().clone() for buffer in few}
         # A mask takes no gradient in the run: none is compared.
         self.is_trained = [each.requires_grad for each in floats((args, kwargs))]
         self.inputs = private.tree_map(
@@ -233,7 +250,8 @@ def run_again(
         values[parameter] = kept
     for buffer in call.module.buffers():
         is_wide = wide is not None and buffer.is_floating_point()
-        values[buffer] = buffer.detach().to(wide if is_wide else buffer.dtype, copy=True)
+        kept = call.buffers.get(buffer, buffer).detach()
+        values[buffer] = kept.to(wide if is_wide else buffer.dtype, copy=True)
     call.choices.begin(is_first=wide is None)
     forward = call.module.forward if base is None else partial(base.forward, call.module)
 

@@ -43,7 +43,6 @@ class Findings:
 
     def add(self, step: int, found: list[Found], values: list[float]) -> list[ModuleRow]:
         """Adds an audit, whose numbers have come to the host; returns its rows."""
-        # A function has the place of the module that calls it.
         places = {name: place for place, (name, _) in enumerate(named(self._model))}
         by_key: dict[tuple[str, ...], ModuleRow] = {}
         chances = {one[:3]: value for one, value in zip(found, values, strict=True)
@@ -54,8 +53,7 @@ class Findings:
             # Of several calls of a module, the worst.
             if one[:4] not in by_key or row.excess > by_key[one[:4]].excess:
                 by_key[one[:4]] = row
-        of = lambda name: places.get(name, places.get(name.rpartition(".")[0], 0))  # noqa: E731
-        rows = sorted(by_key.values(), key=lambda row: of(row.module))
+        rows = sorted(by_key.values(), key=lambda row: places.get(row.module, 0))
         repeated = [row for row in rows if row.statistic == audit.REPEATED]
         unlike = {row.module for row in repeated if row.value > audit.MOST_REPEATED}
         odd = self._odd(unlike, [row.module for row in repeated])
@@ -118,7 +116,8 @@ class Findings:
             and not any(_is_in(row.module)(x.module) and _explains(x, row) for x in beyond)
         ]
         names = dict.fromkeys(row.module for row in news)
-        for name in sorted(names, key=lambda name: any(map(_is_in(name), names))):
+        inner = [row.module for row in news if _is_of_forward(row)]
+        for name in sorted(names, key=lambda name: any(map(_is_in(name), inner))):
             # A backward that does not fit its forward is off FP32's as well.
             of_module = [row for row in news if row.module == name]
             worst = max(of_module, key=lambda row: (row.statistic == audit.SLOPE, row.excess))

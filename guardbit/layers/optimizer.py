@@ -37,7 +37,7 @@ def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
         return []
     wanted = {id(weight) for weight in weights}
     return [
-        Before(weight, group, weight.detach().clone(), _copied(state))
+        Before(weight, {**group}, weight.detach().clone(), _copied(state))
         for group in optimizer.param_groups
         for weight in group["params"]
         if id(weight) in wanted and weight.numel() <= MOST_NUMBERS

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.optim.optimizer as of_torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -18,7 +17,7 @@ from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
-from guardbit.layers.call import Call, Called, NotMeasured, autocast_now, run_again
+from guardbit.layers.call import LIBRARIES, Call, NotMeasured, autocast_now, run_again
 from guardbit.layers.findings import Findings, Found, named
 from guardbit.layers.replay import plain_name
 from guardbit.monitor import ranks
@@ -39,16 +38,10 @@ _NOT_USERS = ("<string>", *(f"{path}{os.sep}" for path in _PACKAGES))
 _NOTHING = "there is nothing to compare"
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
-#: On several ranks only modules of these packages are audited: others may wait for other ranks.
-_LOCAL = ("torch.nn.modules.", "transformers.")
-#: Losses of `torch.nn.functional` that are audited as modules are.
-_LOSSES = (
-    "cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-)  # fmt: skip
-_ATTENTION = "scaled_dot_product_attention"
-#: How much larger or smaller than the median of its peers a matrix may begin.
-MOST_UNLIKE = 8.0
+
+
+# Where modules keep hooks; of all modules, with "_global" before the name.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Hook:
@@ -66,10 +59,6 @@ class _Hook:
         if torch.compiler.is_compiling():
             return self._otherwise(*args, **kwargs)
         return self._function(*args, **kwargs)
-
-    def pass_on(self) -> None:
-        """Does nothing of its own any more."""
-        self._function = self._otherwise
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without GuardBit as well, this takes anything and returns None.
@@ -92,15 +81,12 @@ class ModuleAudits:
         self._has_described = self._has_compared = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
-        self._exchanged: list[Callable[[], object]] = []  # how functions are put back
-        # In their forward, outermost first: module, name, call.
-        self._open: list[tuple[nn.Module, str, Call | None]] = []
+        self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
         self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
         self._kept: list[optimizer.Before] = []
         self._accumulated: dict[str, Tensor] = {}  # weight -> error of its sum of gradients
-        self._functions: dict[type, Called] = {}  # autograd functions that no module calls
         self._found: list[Found] = []
         self._sent: tuple[int, list[Found], Transfer] | None = None
 
@@ -147,7 +133,6 @@ class ModuleAudits:
             for index, (name, weight) in enumerate(self._model.named_parameters())
             if index % TURNS in turns
         }
-        self._hook_functions(is_whole or first < MODULES_A_SAMPLE, is_whole)
         for weight, name in [*self._weights.items()][:: TURNS if is_whole else 1]:
             self._add_up(weight, name)
         self._undo += (
@@ -161,8 +146,8 @@ class ModuleAudits:
         elif (compiled := vars(module).get(_COMPILED_CALL)) is not None:
             # Hooks of a module that is compiled in place would be traced.
             around = partial(self._around, module, name, compiled)
-            hook = _Hook(around, otherwise=compiled)
-            self._undo.append(_exchange(module, _COMPILED_CALL, hook, hook))
+            self._undo.append(partial(setattr, module, _COMPILED_CALL, compiled))
+            setattr(module, _COMPILED_CALL, _Hook(around, otherwise=compiled))
         else:
             enter = _Hook(self._guarded(partial(self._enter, name)))
             leave = _Hook(self._guarded(partial(self._leave, name)))
@@ -171,34 +156,9 @@ class ModuleAudits:
                 module.register_forward_hook(leave, with_kwargs=True).remove,
             )
 
-    def _hook_functions(self, are_losses: bool, is_attention: bool) -> None:
-        """Audits functions as modules: losses, attention, and autograd's outside modules."""
-        guards = _guards()
-        for name in (*(_LOSSES if are_losses else ()), *([_ATTENTION] if is_attention else ())):
-            if f".{name}" in guards:  # to exchange it would compile anew what calls it
-                self.findings.unmeasured[name] = "compiled code calls it"
-                continue
-            function = getattr(F, name)
-            called = Called(function, "attention" if name == _ATTENTION else "loss")
-            hook = _Hook(partial(self._around, called, name, function), otherwise=function)
-            self._exchanged.append(_exchange(F, name, hook, hook))
-        if are_losses and ranks.world_size() == 1 and ".apply" not in guards:
-            apply = torch.autograd.Function.apply.__func__
-            hook = _Hook(partial(self._apply, apply), otherwise=apply)
-            of = torch.autograd.Function
-            self._exchanged.append(_exchange(of, "apply", hook, classmethod(hook)))
-
-    def _apply(self, apply: Callable[..., Any], of: type, *args: Any, **kwargs: Any) -> Any:
-        if self._open or of.__module__.startswith(("torch.", "guardbit.")):
-            return apply(of, *args, **kwargs)
-        called = self._functions.setdefault(of, Called(partial(apply, of), "loss"))
-        return self._around(called, of.__qualname__, called.function, *args, **kwargs)
-
     def _around(
         self, module: nn.Module, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(module, Called) and self._open and self._open[-1][1]:
-            name = f"{self._open[-1][1]}.{name}"
         self._guarded(self._enter)(name, module, args, kwargs)
         output = function(*args, **kwargs)
         self._guarded(self._leave)(name, module, args, kwargs, output)
@@ -210,29 +170,42 @@ class ModuleAudits:
         is_low = weight.dtype in (torch.bfloat16, torch.float16)
         if not (is_plain and is_low) or ranks.world_size() > 1:
             return
-        total = None if weight.grad is None else weight.grad.float()
-        is_sum = False
+        total = wrong = torch.zeros((), device=weight.device)
+        given: Tensor | None = None  # on its way
+        last = before = (0, 0)  # what the gradient was after the backward before, and now
 
-        def add(gradient: Tensor) -> None:
-            nonlocal total, is_sum
-            is_sum = total is not None
-            total = gradient.float() if total is None else total + gradient.float()
+        def receive(gradient: Tensor) -> None:
+            nonlocal given, before
+            given, before = gradient, _state(weight.grad)
 
-        def compare(_: Tensor) -> None:
-            if is_sum and total is not None and weight.grad is not None:
-                self._accumulated[name] = audit.compared(weight.grad, total).error
+        def add(_: Tensor) -> None:
+            nonlocal total, wrong, given, last
+            if given is None or weight.grad is None or weight.grad.layout != torch.strided:
+                return
+            # If it was put to zero, clipped or taken over meanwhile, it begins anew.
+            is_sum, first = before == last != (0, 0), given.float()
+            total, given = total + first if is_sum else first, None
+            error = audit.compared(weight.grad, total).error
+            if is_sum:
+                self._accumulated[name] = error.masked_fill(wrong > 0, torch.nan)
+            else:  # the first comes as it is, unless hooks change it
+                wrong = error
+            last = _state(weight.grad)
 
         self._undo += (
-            weight.register_hook(self._guarded(add)).remove,
-            weight.register_post_accumulate_grad_hook(self._guarded(compare)).remove,
+            weight.register_hook(self._guarded(receive)).remove,
+            weight.register_post_accumulate_grad_hook(self._guarded(add)).remove,
         )
 
     def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return guard.function(partial(self._stages.fail, "modules"))(function)
+        def failed(error: Exception) -> None:
+            self._stages.fail("modules", error)
+            self.forget()
+
+        return guard.function(failed)(function)
 
     def forget(self) -> None:
         """Takes the hooks off, and forgets what was found in the step."""
-        undo_all(self._exchanged)
         undo_all(self._undo)
         for kept in (self._open, self._calls, self._found, self._weights, self._kept):
             kept.clear()
@@ -251,7 +224,7 @@ class ModuleAudits:
             begin = partial(Call, module, args, kwargs, autocast_now())
             call = self._attempt(name, begin)
             self._calls.setdefault(name, 0)
-        self._open.append((module, name, call))
+        self._open.append((module, call))
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if "_is_replica" in vars(module):
@@ -259,7 +232,7 @@ class ModuleAudits:
         # What is above has raised an error that the user's code caught.
         while self._open and self._open[-1][0] is not module:
             self._open.pop()
-        *_, call = self._open.pop() if self._open else (module, name, None)
+        _, call = self._open.pop() if self._open else (module, None)
         made = call and self._attempt(name, partial(call.take_outputs, output))
         if call and made is not None:
             self._calls[name] = self._calls.get(name, 0) + 1
@@ -278,7 +251,6 @@ class ModuleAudits:
     ) -> None:
         if call.gradients:
             return  # a second backward
-        undo_all(self._exchanged)  # as early as that, so that user code hardly meets our functions
         given = iter(gradients)
         call.take_gradients([next(given) if is_wanted else None for is_wanted in wanted])
         self._attempt(name, partial(self._audit, name, call))
@@ -389,27 +361,10 @@ class ModuleAudits:
         return rows
 
 
-def _exchange(owner: Any, name: str, hook: _Hook, new: object) -> Callable[[], None]:
-    """Puts `new`, which calls a hook, in the place of an attribute; returns what takes it off."""
-    old = vars(owner)[name]
-    setattr(owner, name, new)
-
-    def undo() -> None:
-        if vars(owner).get(name) is new:
-            setattr(owner, name, old)
-        else:  # the user's code has put something around it, which stays
-            hook.pass_on()
-
-    return undo
-
-
-def _guards() -> str:
-    """What compiled code is guarded by, which names the functions that it calls."""
-    if not private.is_compiler_loaded():
-        return ""
-    graphs_of, _, known = private.graphs_of
-    seen = filter(None, [code() for code in getattr(known, "seen", ())])
-    return "".join(str(graph.guard_manager) for code in seen for graph in graphs_of(code))
+def _state(gradient: Tensor | None) -> tuple[int, int]:
+    """Which gradient it is, and how often it was written to."""
+    is_known = gradient is not None and gradient.layout == torch.strided
+    return (gradient.data_ptr(), gradient._version) if gradient is not None and is_known else (0, 0)
 
 
 def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
@@ -438,13 +393,15 @@ def _why_not(module: nn.Module) -> str | None:
     """Why a module is not audited, None if it can be."""
     if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
         return _NOTHING
+    every = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+    of_all = [hook for hooks in every for hook in hooks.values()]
     for part in module.modules():
         if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:
             return "its weights are of another class, such as sharded ones"
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        if part is not module and not all(map(_is_own, hooks)):
+        of_part = [hook for name in _HOOKS for hook in getattr(part, name).values()]
+        if part is not module and not all(map(_is_own, [*of_part, *of_all])):
             return "modules in it have hooks"
-        may_wait = not type(part).__module__.startswith(_LOCAL)
+        may_wait = not type(part).__module__.startswith(LIBRARIES)
         if ranks.world_size() > 1 and (may_wait or isinstance(part, nn.SyncBatchNorm)):
             return "on several ranks, modules of one's own may wait for other ranks"
     return None

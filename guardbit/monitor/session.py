@@ -326,6 +326,7 @@ class Session(Guarded):
         if self._modules.is_on:
             self._judge_modules()
             self.attempt("modules", self._modules.end)
+            self._stages.always("modules", self._modules.forget)  # also of a stage that is off
             if not self._modules.is_under_way:
                 self._judge_modules()
         self._modules.has_stepped = True

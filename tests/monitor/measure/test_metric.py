@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor import ranks
 from guardbit.monitor.measure.measurement import AttentionMetric
 from guardbit.monitor.measure.probes import CallView, plan_for
 from guardbit.numerics import decode_residual
@@ -63,7 +64,8 @@ def sizes(scores):
 
 def stacked(metric):
     """All indicators, FP64 `(I, S, H)`."""
-    metric.reduce()
+    mine = metric.sums, metric.maxima
+    metric.sums, metric.maxima = ranks.exchanged("state", None, None, state=mine).state
     return torch.stack(list(metric.measured().values()))
 
 
