@@ -27,9 +27,6 @@ NAMES = [fault.__name__ for fault in FAULTS]
 # Faults that lie in no module: the sentence has to say them.
 IN_WORDS = {"lost_digits", "low_sums", "low_moments", "small_rate", "nan_backward"}
 
-# Rules for attention's heads, the loss and logits, which are not asked here.
-OTHER_RULES = {"model_logits", "head_growth", "large_error", "gradient_error", "loss_departure"}
-
 
 class Lines(logging.Handler):
     def __init__(self):
@@ -73,31 +70,21 @@ def audited(loop, folder):
     return list(guardbit.read_events(folder).itertuples()), log.lines
 
 
-def is_asked(event):
-    of_attention = "attention was found" in event.why or event.rule in OTHER_RULES
-    return event.kind in ("alarm", "advisory", "monitor_error") and not of_attention
-
-
-def says_not_measured(sentence):
-    return re.search(r"not (audited|measured|compared|examined)|cannot", sentence) is not None
-
-
 def outcome_of(name, events, lines):
-    """(outcome, step, module, sentence), of the first that is said."""
-    asked = [event for event in events if is_asked(event)]
-    said = [event for event in asked if not says_not_measured(event.why)]
+    """(outcome, step, module, sentence), of the first that is said of modules."""
+    said = [event for event in events if event.rule in ("module", "nonfinite")]
     if said:
         first = said[0]
         if name in IN_WORDS:
             is_named = re.search(PLACES[name], first.why) is not None
         else:
-            place = first.site or first.why.split(":")[0]
-            is_named = re.fullmatch(PLACES[name], place) is not None
-        outcome = "named" if is_named else "other"
-        return outcome, first.step, first.site, first.why
-    told = [line for line in [e.why for e in asked] + lines if says_not_measured(line)]
-    if told:
-        return "not measured", "", "", told[0]
+            is_named = re.fullmatch(PLACES[name], first.site) is not None
+        return "named" if is_named else "other", first.step, first.site, first.why
+    for line in lines:
+        if re.search("not (audited|measured|compared)|unavailable", line) and re.search(
+            PLACES[name], line
+        ):
+            return "not measured", "", "", line
     return "silent", "", "", ""
 
 
@@ -137,8 +124,14 @@ NONFINITE = {"nan_forward": 5, "nan_backward": 4, "nan_expert": 6, "infinite_log
 
 
 def looked_at(loop, kind, name):
+    def unscaled(gradient):
+        return gradient.double() / loop.case.scale
+
     kept = []
-    if kind == "core":
+    if kind == "input":  # the gradient of a module's input
+        module = loop.model.get_submodule(name)
+        module.register_full_backward_hook(lambda _, grads, __: kept.append(unscaled(grads[0])))
+    elif kind == "core":
         module = loop.model.get_submodule(name)
         core = module.core
         module.core = lambda *qkv: kept.append(core(*qkv)) or kept[-1]
@@ -154,12 +147,12 @@ def looked_at(loop, kind, name):
         parameter = loop.model.get_parameter(name)
         gradient = getattr(parameter, "main_grad", parameter.grad)
         zero = torch.zeros_like(parameter)
-        kept = [zero if gradient is None else gradient.double() / loop.case.scale]
+        kept = [zero if gradient is None else unscaled(gradient)]
     return kept[0].detach().double()
 
 
-def error_of(fault, mode, wrong):
-    kind, name, _ = WRONG[fault.__name__]
+def error_of(fault, mode, wrong, place=None):
+    kind, name = place or WRONG[fault.__name__][:2]
     loop, reference = build(fault, mode, wrong), build(fault, "reference", False)
     reference.model.load_state_dict(loop.model.state_dict())
     got, exact = looked_at(loop, kind, name), looked_at(reference, kind, name)
@@ -174,6 +167,20 @@ def test_numbers_are_wrong_where_they_should_be(name, mode):
     assert error_of(fault, mode, True) > least
     # What was rounded before the place counts as well.
     assert error_of(fault, mode, False) < least / 1.9
+
+
+@pytest.mark.slow
+def test_what_is_said_of_three_twins_is_true():
+    """Only running the audit showed that these twins are not sound, so they were left as they are.
+
+    PyTorch adds up 248 equal rows of an embedding's gradient in BF16, and the loss's scale of 2^14
+    leaves some gradients among FP16's subnormal numbers.
+    """
+    tied, underflow = unseen_2.tied_logits, unseen_2.underflow
+    assert error_of(tied, "pure", False, ("gradient", "tokens.weight")) > 0.2
+    assert error_of(tied, "autocast", False, ("gradient", "tokens.weight")) < 0.01
+    for mode in MODES:
+        assert error_of(underflow, mode, False, ("input", "displacement.0")) > 0.009
 
 
 @pytest.mark.slow

@@ -917,7 +917,7 @@ PLACES = {
     "infinite_logits": r"head",
     "odd_start": r"blocks\.3\.conv2",
     "detached": r"blocks\.2\.attn(\.[kv])?",
-    "left_dropout": r"blocks\.1\.attn",
+    "left_dropout": r"blocks\.1\.attn(\.scaled_dot_product_attention)?",
 }
 
 
