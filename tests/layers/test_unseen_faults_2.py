@@ -287,9 +287,8 @@ def test_outcomes_are_those_recorded(fault, mode):
 
 
 def main(run):
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
+    with TABLE.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
         writer.writerows(row_of(fault, mode, run) for fault in FAULTS for mode in MODES)
 
 
