@@ -105,8 +105,9 @@ class Facts:
         are_some = not lacking or having >= max(enough, lacking)
         self.has_calls = self.num_watched > 0 and are_some
 
-        # What the audit of modules has said.
-        self.modules = tuple((e.site, e.why) for e in events if e.rule == "module")
+        # What the audit of modules has said, but for what rounding takes of updates and sums.
+        told = ((e.site, e.why) for e in events if e.rule == "module")
+        self.modules = tuple(one for one in told if one[0] or one[1].startswith("the model"))
         self.alarms = tuple(
             {"step": e.step, "site": e.site, "heads": e.heads, "rule": e.rule,
              "severity": grades[e.step]}

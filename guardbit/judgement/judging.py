@@ -183,7 +183,7 @@ def _outcome(of: Facts, cause: Cause) -> tuple[State, str]:
         return "learning-rate", say.THEN_LOST.format(together, of.departed) if lost else together
     if of.departed is not None:
         return "lost", say.lost(of)
-    if of.modules and not of.alarms:
+    if of.modules and not of.alarms and not of.errors:
         return "warning", say.found_in_modules(of)
     if not of.num_heads:
         return "unclear", say.unjudged(of) or say.NO_HEAD

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from guardbit import private
@@ -51,6 +50,8 @@ PLAIN = ("torch.nn.", "transformers.activations")
 
 #: Kinds whose rows do not see each other.
 _BY_ROWS = (nn.Linear, nn.Embedding)
+
+_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _LINEAR = (
     nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
@@ -135,7 +136,7 @@ def _refuse_if_torn(module: nn.Module, first: Tensor, tensors: Sequence[Tensor])
         raise NotMeasured("a part of it is too small for what may be indices")
     if any(getattr(part, "batch_first", True) is False for part in parts):
         raise NotMeasured("its first dimension is time")
-    if any(isinstance(part, _BatchNorm) and part.training for part in parts):
+    if any(isinstance(part, _OF_BATCHES) and part.training for part in parts):
         raise NotMeasured("it takes the statistics of a batch that is too large")
 
 

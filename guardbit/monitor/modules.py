@@ -170,7 +170,7 @@ class ModuleAudits:
         is_low = weight.dtype in (torch.bfloat16, torch.float16)
         if not (is_plain and is_low) or ranks.world_size() > 1:
             return
-        total = wrong = torch.zeros((), device=weight.device)
+        total = wrong = torch.zeros((), dtype=torch.float32, device=weight.device)
         given: Tensor | None = None  # on its way
         last = before = (0, 0)  # what the gradient was after the backward before, and now
 
@@ -393,7 +393,7 @@ def _why_not(module: nn.Module) -> str | None:
     """Why a module is not audited, None if it can be."""
     if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
         return _NOTHING
-    every = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+    every = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
     of_all = [hook for hooks in every for hook in hooks.values()]
     for part in module.modules():
         if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:

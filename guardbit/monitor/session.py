@@ -41,7 +41,7 @@ from guardbit.monitor.notices import Notices
 from guardbit.monitor.sampled import Judged, SampledSteps
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.settings import Settings, warn_of_settings
-from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
+from guardbit.monitor.sites import Instrumentation, checked_heads, instrumented
 from guardbit.monitor.stages import WATCHING, Stages, log, text_of
 from guardbit.records import RUN_ENDS, Alarm, Event, ModuleRow, RunEnd, Sample, from_zero
 
@@ -110,9 +110,8 @@ class Session(Guarded):
         with refusing():
             is_of_layers = settings.audit_modules or settings.locate_nonfinite
             needs_attention = self.policy is not None or not is_of_layers
-            self.instrumentation: Instrumentation = instrument(
-                model, settings.sites, needs_attention
-            )
+            made = instrumented(model, settings.sites, needs_attention)
+            self.instrumentation: Instrumentation = made
         is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
         self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)

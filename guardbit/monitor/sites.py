@@ -674,9 +674,7 @@ class Instrumentation:
         frames.listeners[listener] = None
 
 
-def instrument(
-    model: nn.Module, sites: Sequence[str] | None = None, needs_attention: bool = True
-) -> Instrumentation:
+def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
     """Routes a model's attention calls through GuardBit, without changing what they compute.
 
     >>> import torch
@@ -693,13 +691,19 @@ def instrument(
     Args:
         model: Any model; call it before the first forward, before or after `torch.compile`.
         sites: Names or patterns of the modules to consider; None for all.
-        needs_attention: Whether a model without attention that GuardBit sees is refused.
 
     Raises:
         ValueError: If no module of the model could call attention that GuardBit sees, a name
             matches no module, or the model is instrumented already.
         TypeError: If the model is no `nn.Module`.
     """
+    return instrumented(model, sites, needs_attention=True)
+
+
+def instrumented(
+    model: nn.Module, sites: Sequence[str] | None, needs_attention: bool
+) -> Instrumentation:
+    """Does what `instrument` does, or else takes a model without attention that GuardBit sees."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     if is_of_fabric(model):
