@@ -5,7 +5,7 @@ compares the backward with FP64 differences of its own forward.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -203,23 +203,21 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
         expected = expected + (along[name] * gradient).sum()
     if not along:
         return None
-    ends = []
+    ends: list[Sequence[Tensor]] = []
     for sign in (1.0, -1.0, 0.0):
         outputs, _ = run_again(call, wide, {name: sign * d for name, d in along.items()})
-        ends.append(
-            sum(
-                (out.double() * gradient.double()).sum()
-                for out, gradient in zip(outputs, call.gradients, strict=True)
-                if gradient is not None
-            )
-        )
-    difference = (ends[0] - ends[1]) / 2
-    # At a kink, as of a maximum of equal numbers, the two sides differ, and no slope is right.
-    kink = (ends[0] + ends[1] - 2 * ends[2]).abs() / difference.abs()
+        pairs = zip(outputs, call.gradients, strict=True)
+        ends.append([out.double() * g.double() for out, g in pairs if g is not None])
+    device = next(iter(along.values())).device
+    difference = kink = torch.zeros((), dtype=torch.float64, device=device)
+    for ahead, behind, here in zip(*ends, strict=True):
+        difference = difference + (ahead - behind).sum() / 2
+        # At a kink, as of a maximum of equal numbers, the two sides differ: no slope is right.
+        kink = kink + (ahead + behind - 2 * here).abs().sum() / 2
     # Both are 0 where gradients came that are 0, as after an underflow.
     is_flat = (expected == 0) & (difference == 0)
     slope = (expected / difference - 1).masked_fill(is_flat, 0.0)
-    return slope.masked_fill(kink > OF_ALL[SLOPE] / 2, math.nan)
+    return slope.masked_fill(kink > difference.abs() * OF_ALL[SLOPE] / 2, math.nan)
 
 
 def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:

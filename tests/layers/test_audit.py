@@ -377,6 +377,10 @@ def test_where_equal_numbers_meet_no_slope_is_told():
     assert math.isnan(found["input", SLOPE])
     _, found = numbers(nn.MaxPool2d(2), random(4, 2, 8, 8), autocast=False)
     assert abs(found["input", SLOPE]) < 1e-6
+    # As after ReLU: a part of the windows holds nothing but 0.
+    x = random(4, 2, 24, 24).detach().sub(0.5).relu().requires_grad_()
+    _, found = numbers(nn.MaxPool2d(2), x, autocast=False)
+    assert math.isnan(found["input", SLOPE])
 
 
 def test_the_gradient_of_a_single_number_is_not_compared():
