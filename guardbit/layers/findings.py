@@ -202,7 +202,8 @@ def sentence(row: ModuleRow) -> str:
     """What a value beyond its limit means, in one sentence."""
     value = row.value
     names = {"output": "the output", "input": "the gradient of the input"}
-    what = names.get(row.tensor, f"the gradient of {row.tensor}")
+    own = row.tensor if row.tensor.startswith("output ") else f"the gradient of {row.tensor}"
+    what = names.get(row.tensor, own)
     usual = f"sound modules of its kind ({row.kind}) stay below {row.limit:.2g}"
     if math.isinf(value):
         return f"{what} is not finite, and it is in FP32"
