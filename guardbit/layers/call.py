@@ -1,4 +1,4 @@
-"""A call of a module or function: what is kept of it, and how it runs again.
+"""A call of a module: what is kept of it, and how it runs again.
 
 A part of a call's inputs is kept, with the gradients that came to its outputs. Its forward runs
 again from them as it ran, or in FP32: the same code without casts to lower precision.
@@ -126,18 +126,17 @@ def _refuse_if_torn(module: nn.Module, first: Tensor, tensors: Sequence[Tensor])
     """Refuses to cut what may hold indices into it, which would read beyond its end."""
     parts = [*module.modules()]
     is_own = not all(type(part).__module__.startswith(LIBRARIES) for part in parts)
-    numbers = (torch.bool, torch.float64)
-    whole = [each for each in tensors if not (each.is_floating_point() or each.dtype in numbers)]
+    whole = [each for each in tensors if not each.is_floating_point() and each.dtype != torch.bool]
     others = [each for each in whole if each is not first]
     are_rows = first.dim() <= 1 + first.is_floating_point()
     is_uneven = any(each.shape[:1] != first.shape[:1] for each in others)
     is_strict = are_rows or type(module).__module__.startswith(LIBRARIES[0])
     if (is_own and (are_rows or others)) or (is_strict and is_uneven):
-        raise NotMeasured("a part of it is too small for what may be indices")
+        raise NotMeasured("it is too large to run whole, and may hold indices beyond a part")
     if any(getattr(part, "batch_first", True) is False for part in parts):
         raise NotMeasured("its first dimension is time")
     if any(isinstance(part, _OF_BATCHES) and part.training for part in parts):
-        raise NotMeasured("it takes the statistics of a batch that is too large")
+        raise NotMeasured("its batch is too large to run whole, and a part has other statistics")
 
 
 def _widths(module: nn.Module) -> Iterator[int]:

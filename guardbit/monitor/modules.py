@@ -1,4 +1,4 @@
-"""The audit of modules in a run: which are taken when, what was found, and what is said of it."""
+"""The audit of modules in a run: which calls are taken when, and how hooks come and go."""
 
 import os
 from collections import Counter
@@ -38,8 +38,6 @@ _NOT_USERS = ("<string>", *(f"{path}{os.sep}" for path in _PACKAGES))
 _NOTHING = "there is nothing to compare"
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
-
-
 # Where modules keep hooks; of all modules, with "_global" before the name.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -1,6 +1,6 @@
 """What the audit of modules says of twenty faults that its limits were not set with.
 
-`unseen_2.csv` holds what was recorded; `python -m tests.layers.test_unseen_faults_2 RUN` records
+`unseen.csv` holds what was recorded; `python -m tests.layers.test_unseen_faults RUN` records
 anew, with the commit RUN. Only recorded outcomes are compared here: what they should be is open.
 """
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import guardbit
-from tests.layers import unseen_2
-from tests.layers.unseen_2 import FAULTS, PLACES, build
+from tests.layers import unseen
+from tests.layers.unseen import FAULTS, PLACES, build
 
-TABLE = Path(__file__).with_name("unseen_2.csv")
+TABLE = Path(__file__).with_name("unseen.csv")
 COLUMNS = ["run", "kind", "fault", "mode", "outcome", "step", "module", "sentence", "twin"]
 MODES = ["autocast", "pure"]
 NAMES = [fault.__name__ for fault in FAULTS]
@@ -163,7 +163,7 @@ def error_of(fault, mode, wrong, place=None):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WRONG)
 def test_numbers_are_wrong_where_they_should_be(name, mode):
-    fault, (_, _, least) = getattr(unseen_2, name), WRONG[name]
+    fault, (_, _, least) = getattr(unseen, name), WRONG[name]
     assert error_of(fault, mode, True) > least
     # What was rounded before the place counts as well.
     assert error_of(fault, mode, False) < least / 1.9
@@ -176,7 +176,7 @@ def test_what_is_said_of_three_twins_is_true():
     PyTorch adds up 248 equal rows of an embedding's gradient in BF16, and the loss's scale of 2^14
     leaves some gradients among FP16's subnormal numbers.
     """
-    tied, underflow = unseen_2.tied_logits, unseen_2.underflow
+    tied, underflow = unseen.tied_logits, unseen.underflow
     assert error_of(tied, "pure", False, ("gradient", "tokens.weight")) > 0.2
     assert error_of(tied, "autocast", False, ("gradient", "tokens.weight")) < 0.01
     for mode in MODES:
@@ -187,7 +187,7 @@ def test_what_is_said_of_three_twins_is_true():
 @pytest.mark.parametrize("mode", MODES)
 def test_truncated_results_lie_nearer_zero(mode):
     def bias(wrong):
-        loop, reference = (build(unseen_2.truncation, m, wrong) for m in (mode, "reference"))
+        loop, reference = (build(unseen.truncation, m, wrong) for m in (mode, "reference"))
         got, exact = (looked_at(one, "out", "blocks.1.mlp.act") for one in (loop, reference))
         return float((got * exact).sum() / exact.square().sum()) - 1
 
@@ -227,7 +227,7 @@ def test_second_moments_in_bf16_do_not_follow(mode):
     """With gradients of zero a second moment falls by 0.1 % a step, which BF16 cannot show."""
 
     def left(wrong):
-        loop = build(unseen_2.low_moments, mode, wrong)
+        loop = build(unseen.low_moments, mode, wrong)
         optimizer = getattr(loop.optimizer, "inner", loop.optimizer)
         squares = [state["exp_avg_sq"] for state in optimizer.state.values()]
         assert len({square.dtype for square in squares}) == 1
@@ -249,7 +249,7 @@ def test_small_rates_move_no_weights_in_bf16(mode):
     """Of the weights of a block's linears that have a gradient."""
 
     def moved(wrong):
-        loop = build(unseen_2.small_rate, mode, wrong)
+        loop = build(unseen.small_rate, mode, wrong)
         high = getattr(loop.optimizer, "high", loop.parameters)
         names = [name for name, _ in loop.model.named_parameters()]
         weights = dict(zip(names, high, strict=True))
@@ -264,11 +264,11 @@ def test_small_rates_move_no_weights_in_bf16(mode):
 
 @pytest.mark.slow
 def test_one_layer_is_odd():
-    photos = build(unseen_2.odd_start, "autocast", True).model
+    photos = build(unseen.odd_start, "autocast", True).model
     scales = torch.stack([block.conv2.weight.std() for block in photos.blocks])
     assert scales[3] > 25 * scales[:3].max()
 
-    model = build(unseen_2.left_dropout, "autocast", True)
+    model = build(unseen.left_dropout, "autocast", True)
     ids = model.batch(0)[0]
     inputs = model.model.tokens(ids)
     repeats = [torch.equal(block(inputs), block(inputs)) for block in model.model.blocks]
