@@ -21,6 +21,9 @@ MOST_REPEATED = 0.02
 #: Standard deviations of a gain that roundings without bias may show.
 CHANCE = 4.0
 
+#: Numbers that are compared at once, in FP64.
+AT_ONCE = 1 << 22
+
 #: Fewest numbers of a weight: the gradient of a single one may pass through 0.
 FEWEST_NUMBERS = 8
 
@@ -91,18 +94,19 @@ class Compared(NamedTuple):
 
 def compared(low: Tensor, high: Tensor) -> Compared:
     """Compares a tensor with its reference of the same shape."""
-    high = high.double()
-    error = low.double() - high
-    size = high.square().sum()
-    along = error * high
-    is_none = (size == 0) & (error.abs().amax() == 0) if error.numel() else size == 0
+    sums = torch.zeros(4, dtype=torch.float64, device=high.device)
+    pieces = (tensor.reshape(-1).split(AT_ONCE) for tensor in (low, high))
+    for some, exact in zip(*pieces, strict=True):
+        exact = exact.double()
+        error = some.double() - exact
+        along = error * exact
+        squares = (each.square().sum() for each in (error, along, exact))
+        sums = sums + torch.stack([along.sum(), *squares])
+    gain, wrong, spread, size = sums
+    is_none = (size == 0) & (wrong == 0)
     # Where nothing should be, no part of it says how much there is.
-    no_reference = ~size.isfinite() | ((size == 0) & ~is_none & error.isfinite().all())
-    found = (
-        along.sum() / size,
-        (error.square().sum() / size).sqrt(),
-        CHANCE * along.square().sum().sqrt() / size,
-    )
+    no_reference = ~size.isfinite() | ((size == 0) & ~is_none & wrong.isfinite())
+    found = (gain / size, (wrong / size).sqrt(), CHANCE * spread.sqrt() / size)
     return Compared(
         *(
             each.masked_fill(is_none, 0.0)
@@ -143,7 +147,7 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, exact in of_high.items():
-        given = of_low[name]
+        given = of_low.pop(name)
         is_weight = not name.startswith("input")
         if exact is None or given is None or (is_weight and name not in own):
             continue
@@ -195,12 +199,10 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
     for name, gradient in gradients.items():
         if gradient is None:
             continue
-        gradient = gradient.double()
-        size = gradient.square().mean().sqrt()
+        size, step = _size(gradient), DIFFERENCE[wide] * sizes[name]
         # A tensor without gradient stays where it is.
-        step = DIFFERENCE[wide] * sizes[name] / size.clamp_min(torch.finfo(torch.float64).tiny)
-        along[name] = gradient * step * (size > 0)
-        expected = expected + (along[name] * gradient).sum()
+        along[name] = (gradient.to(wide) / torch.where(size > 0, size, 1.0)).mul_(step)
+        expected = expected + step * size * gradient.numel()
     if not along:
         return None
     ends: list[Sequence[Tensor]] = []
@@ -224,5 +226,11 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
     inputs = floats(call.inputs)
     names = ["input", *(f"input {index}" for index in range(1, len(inputs)))]
     for name, tensor in [*zip(names, inputs, strict=False), *call.module.named_parameters()]:
-        size = tensor.detach().double().square().mean().sqrt()
+        size = _size(tensor.detach())
         yield name, torch.where(size > 0, size, 1.0)
+
+
+def _size(tensor: Tensor) -> Tensor:
+    """The root mean square."""
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm / math.sqrt(max(1, tensor.numel()))

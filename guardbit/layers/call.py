@@ -24,9 +24,12 @@ T = TypeVar("T")
 #: Numbers of a call's largest tensor that are kept, about; at least one item of the batch.
 MOST_NUMBERS = 1 << 20
 
-#: Bytes that a repetition may keep for its backward, weights included; on a GPU as well this part
-#: of what it holds.
-MOST_BYTES, MOST_HELD = 1 << 29, 1 / 32
+#: Bytes that a repetition may keep for its backward, weights included, beside the activations of
+#: the run; on a GPU as well this part of what it holds.
+MOST_BYTES, MOST_HELD = 1 << 28, 1 / 64
+
+#: The same once these are gone; on a GPU half of what they took, as gradients are not counted.
+MOST_LATER = 1 << 31
 
 #: Modules of these do not hold indices of their own.
 LIBRARIES = ("torch.nn.modules.", "transformers.")
@@ -61,6 +64,10 @@ _LINEAR = (
 
 class NotMeasured(Exception):
     """Raised with the reason, in words, why a call cannot be compared."""
+
+
+class TooLarge(NotMeasured):
+    """Raised if a repetition would keep too much."""
 
 
 def kind_of(module: nn.Module) -> str:
@@ -172,9 +179,11 @@ class Call:
             lambda each: self.part.of(each) if isinstance(each, Tensor) else each, (args, kwargs)
         )
         self.autocast = autocast
+        self.has_room = False  # the activations of the run are gone when it runs again
         self.choices = _Choices()
         self.outputs: list[Tensor] = []
         self.gradients: Sequence[Tensor | None] = ()
+        self.versions: list[int] = []  # of the weights, as the gradients came
 
     def take_outputs(self, output: Any) -> list[Tensor]:
         """Keeps what a forward returned; returns the tensors whose gradients are wanted."""
@@ -189,6 +198,11 @@ class Call:
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keeps the gradients of the outputs."""
         self.gradients = [None if each is None else self._taken(each) for each in gradients]
+        self.versions = self.versions_now()
+
+    def versions_now(self) -> list[int]:
+        """How often each weight has been written to."""
+        return [weight._version for weight in self.module.parameters()]
 
     def _taken(self, tensor: Tensor) -> Tensor:
         return self.part.of(tensor) if tensor.dim() else tensor.detach().clone()
@@ -217,7 +231,9 @@ def run_again(
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
     """
-    needs_gradient, count_bytes = moved is None, _Kept()
+    needs_gradient, count_bytes = moved is None, _Kept(call.has_room)
+    widths = [(wide or each.dtype).itemsize * each.numel() for each in call.module.parameters()]
+    count_bytes.refuse_beyond(sum(widths))
     leaves: dict[str, Tensor] = {}
 
     def taken(name: str, tensor: Tensor, is_trained: bool = True) -> Tensor:
@@ -298,21 +314,26 @@ def _own_weights(call: Call) -> set[str]:
 
 
 class _Kept:
-    """Counts the bytes that a repetition keeps; NotMeasured once they are too many."""
+    """Counts the bytes that a repetition keeps; TooLarge once they are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_room: bool) -> None:
         self._seen = set[int]()
-        self._bytes, self._most = 0, float(MOST_BYTES)
+        self._bytes, self._most = 0, float(MOST_LATER if has_room else MOST_BYTES)
         if torch.cuda.is_initialized():
-            self._most = max(self._most, torch.cuda.memory_allocated() * MOST_HELD)
+            held = torch.cuda.memory_allocated()
+            gone = (torch.cuda.max_memory_allocated() - held) / 2
+            self._most = max(MOST_BYTES, gone if has_room else held * MOST_HELD)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in self._seen:
             self._seen.add(tensor.data_ptr())
             self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes > self._most:
-            raise NotMeasured(f"to run it again takes over {self._most / 2**20:.0f} MiB")
+            self.refuse_beyond(self._bytes)
         return tensor
+
+    def refuse_beyond(self, size: int) -> None:
+        if size > self._most:
+            raise TooLarge(f"to run it again takes over {self._most / 2**20:.0f} MiB")
 
 
 def _exchanged(module: nn.Module, values: Mapping[Tensor, Tensor], function: Callable[[], T]) -> T:

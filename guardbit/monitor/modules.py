@@ -17,7 +17,7 @@ from guardbit import guard, private
 from guardbit.guard import undo_all
 from guardbit.kernels.runtime import is_recomputing, runtime
 from guardbit.layers import audit, optimizer
-from guardbit.layers.call import LIBRARIES, Call, NotMeasured, autocast_now, run_again
+from guardbit.layers.call import LIBRARIES, Call, NotMeasured, TooLarge, autocast_now, run_again
 from guardbit.layers.findings import Findings, Found, named
 from guardbit.layers.replay import plain_name
 from guardbit.monitor import ranks
@@ -76,11 +76,12 @@ class ModuleAudits:
         self.findings = Findings(model, record)
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
-        self._has_described = self._has_compared = False
+        self._has_described = self._has_compared = self._has_room = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
+        self._late: list[tuple[str, Call]] = []  # too large beside the activations of the run
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
         self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
         self._kept: list[optimizer.Before] = []
@@ -205,7 +206,8 @@ class ModuleAudits:
     def forget(self) -> None:
         """Takes the hooks off, and forgets what was found in the step."""
         undo_all(self._undo)
-        for kept in (self._open, self._calls, self._found, self._weights, self._kept):
+        held = (self._open, self._calls, self._late, self._found, self._weights, self._kept)
+        for kept in held:
             kept.clear()
         self._accumulated.clear()
 
@@ -221,6 +223,8 @@ class ModuleAudits:
         if is_wanted:
             begin = partial(Call, module, args, kwargs, autocast_now())
             call = self._attempt(name, begin)
+            if call is not None:
+                call.has_room = self._has_room
             self._calls.setdefault(name, 0)
         self._open.append((module, call))
 
@@ -253,6 +257,16 @@ class ModuleAudits:
         call.take_gradients([next(given) if is_wanted else None for is_wanted in wanted])
         self._attempt(name, partial(self._audit, name, call))
 
+    def catch_up(self) -> None:
+        """Audits what was too large before; to be called between backward and update."""
+        late, self._late = self._late, []
+        self._has_room = True
+        for name, call in late:
+            call.has_room = True
+            if call.versions == call.versions_now():
+                self._attempt(name, partial(self._audit, name, call))
+        self._has_room = False
+
     def _audit(self, name: str, call: Call) -> None:
         inner = {} if self._is_inside else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
@@ -268,7 +282,12 @@ class ModuleAudits:
             partial(runtime.unobserved, by_pytorch=True),
             partial(torch.compiler.set_stance, "force_eager"),
         )
-        guard.within_all(makers, find)
+        try:
+            guard.within_all(makers, find)
+        except TooLarge:
+            if not (call.has_room or self._is_inside):
+                self._late.append((name, call))
+            raise
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
         before, self._undo = self._undo, []
@@ -303,6 +322,7 @@ class ModuleAudits:
         if self._calls and not self._has_compared:
             self._has_compared = True
             self.findings.compare_gradients(self._step, self._calls)
+        self.catch_up()
         keep = partial(optimizer.before, stepping, self._weights)
         self._kept = self._stages.attempt("modules", keep) or []
 
@@ -323,6 +343,7 @@ class ModuleAudits:
 
     def end(self) -> None:
         """Begins to send what a step's audits found to the host."""
+        self.catch_up()
         found = [*self._found]
         for name, error in self._accumulated.items():
             module = name.rpartition(".")[0]

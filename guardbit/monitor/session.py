@@ -243,6 +243,7 @@ class Session(Guarded):
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._take_of_step("grad_norm", value)
+        self.attempt("modules", self._modules.catch_up)
 
     @guard.method()
     @guard.method(lambda _: False)

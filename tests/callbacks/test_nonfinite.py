@@ -435,12 +435,13 @@ def two_ranks(folder, accelerator):
 
     def train(path, way):
         torch.manual_seed(0)
-        model = Net({0} if torch.distributed.get_rank() == 1 else ())
+        model = Net({0} if torch.distributed.get_rank() == 1 else ()).to(accelerator)
         run = nn.parallel.DistributedDataParallel(model)
+        inputs = torch.ones(2, 8, 32, device=accelerator)
         how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip"), "strict": True}
         session = MonitorSession(model, every_n_train_steps=1, dirpath=path / "run", **how)
         with session.step(0):
-            loss_of = lambda: run(torch.ones(2, 8, 32)).square().mean()  # noqa: E731
+            loss_of = lambda: run(inputs).square().mean()  # noqa: E731
             loss = loss_of()
             loss.backward()
             skips = session.skips_step(loss, loss_of)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from guardbit import MonitorSession
+from guardbit.layers import call
 from tests.layers.nets import Net, batch
 from tests.toys import Attention
 
@@ -90,6 +91,44 @@ def test_a_run_keeps_its_bits_and_compiles_nothing_more(way):
     # What is compiled with code around the model is not looked into.
     assert bool(audited) == (way != "function")
     assert ("" in session._modules.findings.unmeasured) == (way == "function")
+
+
+@pytest.mark.parametrize("way", ["eager", "in place", "around"])
+def test_what_is_too_large_beside_the_activations_is_audited_before_the_update(monkeypatch, way):
+    """The numbers are the same then, and the run keeps its bits."""
+
+    def run(most, **how):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net()
+        # So many bytes hold the smallest modules only; blocks and the model have to wait.
+        monkeypatch.setattr(call, "MOST_BYTES", most)
+        session, _ = trained(model, steps=3, run=WAYS[way](model), **how)
+        return session, [*model.state_dict().values()]
+
+    session, weights = run(1 << 28)
+    late, late_weights = run(40_000)
+    _, plain_weights = run(40_000, watch=False)
+    assert {row.module for row in late.modules} == {row.module for row in session.modules}
+    assert sorted(late.modules) == sorted(session.modules)
+    assert all(map(torch.equal, late_weights, plain_weights))
+    assert all(map(torch.equal, weights, plain_weights))
+
+
+def test_what_waits_is_not_run_with_weights_that_have_changed(monkeypatch):
+    """An update of one's own, which no hook announces."""
+    monkeypatch.setattr(call, "MOST_BYTES", 0)
+    model = Net()
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(3):
+        with session.step(step):
+            model(batch(step)).float().square().mean().backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad)
+    session.close()
+    assert {row.module for row in session.modules} == {"blocks.0.act", "blocks.1.act"}
+    assert "takes over" in session._modules.findings.unmeasured["head"]
 
 
 @pytest.mark.parametrize("way", ["in place", "around"])
