@@ -32,7 +32,8 @@ ERROR = "error"
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
 
 #: Arm of a switched branch -> which heads were switched.
-_SWITCHED = {"late": "", "late_layers": ", alarmed layers", "late_heads": ", alarmed heads"}
+_SWITCHED = {"late": "", "late_layers": ", alarmed layers", "late_heads": ", alarmed heads",
+             "rescue_layer": ", layers once alarmed"}  # fmt: skip
 
 #: What branches did, each in a colour of its own; those that began later are dashed, then dotted.
 COLOURS = {
@@ -109,6 +110,8 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
         end = min(until, *(each.index[-1] for each in losses))
         loss, own = (excess_loss(each, matched) for each in losses)
         last = min(end, loss.index[-1], own.index[-1])
+        if logit.loc[:end].empty:  # the showcase's originals end once they are copied
+            continue
         rows.append(
             {
                 "seed": run.facts["seed"],

@@ -29,10 +29,10 @@ def is_uncorrected(run: Run) -> bool:
 
 
 def is_corrected(run: Run) -> bool:
-    """Whether delta was corrected in all heads from the start, at the study's rate."""
+    """Whether delta was corrected in all heads from the start, at the study's rate, to `STEP`."""
     facts = run.facts
     is_corrected = facts["arm"] == "from_start" and facts["stabilizer"] != "row_max"
-    return is_corrected and facts["learning_rate"] == 1.5e-3
+    return is_corrected and facts["learning_rate"] == 1.5e-3 and run.last >= STEP
 
 
 def table(runs: list[Run]) -> pd.DataFrame:

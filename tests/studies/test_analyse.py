@@ -197,10 +197,10 @@ def test_what_the_rules_say_of_a_committed_run(run, tmp_path):
             verdict = "stable" if samples >= 8 else "unclear"
             assert (sound.alarms, sound.judgement().verdict) == ([], verdict)
     else:
-        # Of some runs rounding's share was measured.
-        settled = {"unclear", "rounding"} if "rounding_share" in set(frame["indicator"]) else {"unclear"}
-        allowed = {"stable"} if again.first_alarm is None else settled
-        assert again.judgement().verdict in allowed
+        # The share of rounding was measured in later runs alone.
+        has_share = frame["indicator"].eq("rounding_share").any()
+        alarmed = {"unclear", "rounding"} if has_share else {"unclear"}
+        assert again.judgement().verdict in ({"stable"} if again.first_alarm is None else alarmed)
         # The runs were made with earlier rules, and sampled every 50 steps; packed is every 200th.
         assert live.empty or again.first_alarm <= live.min() + 400
 
