@@ -1,26 +1,22 @@
-"""Is there a point of no return? A table and a figure of the branches that `--branch-step` began.
+"""Is there a point of no return? A table of the branches that `--branch-step` began.
 
-    python -m studies.rescue.branches studies/rescue/results --figure late.png
+    python -m studies.rescue.branches studies/rescue/results
 
 Within a family all branches see the same batches as the run that they are of, so losses are
-compared step by step; seeds without a matched run are left out. The figure leaves out copies
-from step 6,400, which `copies.py` draws, and those from before the first alarm, which
-`counterfactual.py` draws.
+compared step by step; seeds without a matched run are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import WINDOW, excess_loss, series
-from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
+from studies.rescue.packed import Run, begun_at, load
 
 #: Copies from here on are compared over seeds, by a rule set before (`copies.py`).
 STEP = 6400
@@ -35,18 +31,11 @@ _DONE = {1.0: "nothing", 0.5: "rate halved"}
 _SWITCHED = {"late": "", "late_layers": ", alarmed layers", "late_heads": ", alarmed heads",
              "rescue_layer": ", layers once alarmed"}  # fmt: skip
 
-#: What branches did, each in a colour of its own; those that began later are dashed, then dotted.
-COLOURS = {
-    "exact_delta": "C0",
-    "exact_delta, alarmed layers": "C9",
-    "exact_delta, alarmed heads": "C4",
-    "centered_keys": "C1",
-    "logits clipped at 100": "C2",
-    "logits clipped at 1,000": "C8",
-    "rate halved": "C3",
-    "nothing": "0.6",
-}
-_STYLES = ("-", "--", ":")
+#: What branches did, in the order of tables.
+WAYS = (
+    "exact_delta", "exact_delta, alarmed layers", "exact_delta, alarmed heads", "centered_keys",
+    "logits clipped at 100", "logits clipped at 1,000", "rate halved", "nothing",
+)  # fmt: skip
 
 
 def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
@@ -130,55 +119,14 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(runs: list[Run]) -> plt.Figure:
-    """A row a family: how far losses lie above the matched run's, and the largest logits.
-
-    Copies from `STEP` and from before an alarm are left out: others draw them, on less room.
-    """
-    families: dict[str, list[tuple[Run, int]]] = {}
-    by_name = {run.name: run for run in runs}
-    for run, origin, step, _ in held(runs):
-        if step != STEP and not is_before_alarm(origin, step):
-            families.setdefault(origin.name, []).append((run, step))
-    figure, axes = plt.subplots(len(families), 2, figsize=(11, 3.8 * len(families)), squeeze=False)
-    for (name, family), (left, right) in zip(families.items(), axes, strict=True):
-        origin = by_name[name]
-        start = min(step for _, step in family) - 1000
-        lines = [(origin, start, "as it was", "black", "-")]
-        begun: Counter[str] = Counter()
-        for run, step in family:
-            what = what_was_done(run)
-            style = _STYLES[begun[what]]
-            lines.append((run, step, f"{what}, from {step:,}", COLOURS[what], style))
-            begun[what] += 1
-        for run, begin, label, colour, style in lines:
-            look = {"label": label, "color": colour, "linestyle": style, "linewidth": 1.5}
-            reference = matched_run(run, runs)
-            assert reference is not None, f"{run.name} has no matched run"
-            excess = excess_loss(series(run.frame, "loss"), series(reference.frame, "loss"))
-            smooth = excess.rolling(WINDOW // LOSS_STEPS).mean()
-            left.plot(smooth.loc[begin:], **look)
-            right.plot(series(run.frame, "max_logit").loc[begin:], **look)
-        left.axhline(0, color="0.7", linewidth=1)
-        title = f"seed {origin.facts['seed']}"
-        left.set(title=title, xlabel="step", ylabel="loss above the matched run's, nats")
-        right.set(title=title, xlabel="step", ylabel="largest logit", yscale="log")
-        right.legend(fontsize=8)
-    figure.tight_layout()
-    return figure
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
-    parser.add_argument("--figure", type=Path, help="where to draw those not drawn elsewhere")
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
     print(f"left out, without a matched run: {len(branches(runs)) - len(held(runs))} branches")
-    if options.figure:
-        draw(runs).savefig(options.figure, dpi=120)
 
 
 if __name__ == "__main__":

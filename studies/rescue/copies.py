@@ -1,6 +1,6 @@
 """Which correction holds alarmed heads best? Six copies of each run, from step 6,400.
 
-    python -m studies.rescue.copies studies/rescue/results --figure copies.png
+    python -m studies.rescue.copies studies/rescue/results
 
 The measure was set before the runs were made (README, `-again10`): the logarithm of a copy's
 largest logit over its original's, at the last step that all copies of a seed have. What became of
@@ -9,23 +9,16 @@ single heads was looked at afterwards.
 
 from __future__ import annotations
 
-import textwrap
-from itertools import cycle
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from studies.rescue.branches import COLOURS, STEP, branches, what_was_done
+from studies.rescue.branches import STEP, WAYS, branches, what_was_done
 from studies.rescue.controls import chance_of_pairs
 from studies.rescue.measures import series
 from studies.rescue.packed import Run, load, options_of
 
 #: What the originals are called among the copies.
 ORIGINAL = "the original"
-
-#: Of the seeds, where they are side by side.
-_MARKERS = "os^DvPX*"
 
 Head = tuple[str, int]
 
@@ -87,7 +80,7 @@ def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
         their mean as far from 0, to either side, exactly.
     """
     table = found.pivot(index="what", columns="seed", values="ratio")
-    table = table.sort_index(key=lambda ways: ways.map(list(COLOURS).index))
+    table = table.sort_index(key=lambda ways: ways.map(WAYS.index))
     rows = []
     for _, row in table.iterrows():
         known = row.dropna().to_numpy()
@@ -171,7 +164,7 @@ def way(run: Run, origin: Run) -> str:
 def by_way(rows: list[dict]) -> pd.DataFrame:
     """Rows of runs, added up by `what` was done."""
     table = pd.DataFrame(rows).groupby("what").sum()
-    return table.sort_index(key=lambda ways: ways.map([ORIGINAL, *COLOURS].index))
+    return table.sort_index(key=lambda ways: ways.map([ORIGINAL, *WAYS].index))
 
 
 def head_logits(run: Run, step: float) -> pd.Series:
@@ -216,35 +209,8 @@ alarmed: heads named by alarms up to {STEP:,}. newly: others since, by_growth: b
 gradient_error, which judges what exact_delta corrects. in_seeds: in how many seeds."""
 
 
-def draw(found: pd.DataFrame) -> plt.Figure:
-    """A column a way: the ratio of each seed, as `ratios` returned it, and their mean."""
-    table = over_seeds(found)
-    seeds = table.filter(like="seed ")
-    columns, means = np.arange(len(table)), np.log10(table["factor"])
-    figure, axis = plt.subplots(figsize=(11, 4.2))
-    axis.axhline(0, color="0.7", linewidth=1, label=ORIGINAL)
-    # Seeds stand beside each other, as some have nearly the same ratio.
-    places = np.linspace(-0.2, 0.2, len(seeds.columns))
-    steps = found.groupby("seed")["step"].first()
-    for name, place, step, marker in zip(seeds, places, steps, cycle(_MARKERS), strict=False):
-        axis.plot(columns + place, seeds[name], marker, label=f"{name}, at step {step:,}")
-    axis.hlines(means, columns - 0.3, columns + 0.3, color="black", zorder=1, label="mean of seeds")
-    axis.set_xticks(columns, [textwrap.fill(what, 15) for what in table.index])
-    axis.set(
-        title=f"copies from step {STEP:,}",
-        ylabel="log10 of largest logit over the original's",
-    )
-    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.tight_layout()
-    return figure
-
-
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(__doc__, arguments, figure="where to draw the ratios")
-    runs = load(options.results)
-    print(told(runs))
-    if options.figure:
-        draw(ratios(runs)).savefig(options.figure, dpi=120)
+    print(told(load(options_of(__doc__, arguments).results)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY = 16_384
+_MOST_BYTES = 600_000_000
 _TRAINING_BYTES = 25_000_000
 _LONGEST_FILE = 1_000_000
 
@@ -24,12 +25,11 @@ def sources(folder: Path) -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="ignore")
 
 
-def prepare(cache: Path, most_bytes: int, vocabulary: int = VOCABULARY) -> tuple[np.ndarray, dict]:
+def prepare(cache: Path, vocabulary: int = VOCABULARY) -> tuple[np.ndarray, dict]:
     """Tokenizes the installed sources once; later calls read the result.
 
     Args:
         cache: Folder of the result.
-        most_bytes: Bytes of source text to take at most.
         vocabulary: Entries of the byte-level BPE, which is trained on the first 25 MB.
 
     Returns:
@@ -41,7 +41,7 @@ def prepare(cache: Path, most_bytes: int, vocabulary: int = VOCABULARY) -> tuple
         for text in sources(Path(sysconfig.get_paths()["purelib"])):
             texts.append(text)
             size += len(text.encode())
-            if size >= most_bytes:
+            if size >= _MOST_BYTES:
                 break
         tokenizer = _trained(texts, vocabulary)
         pieces = [

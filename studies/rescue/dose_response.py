@@ -1,6 +1,6 @@
 """What in the error of delta makes heads grow? Copies that are handed multiples of it.
 
-    python -m studies.rescue.dose_response studies/rescue/results --figure doses.png
+    python -m studies.rescue.dose_response studies/rescue/results
 
 The copies of a family (`doses.py`) begin at one checkpoint, before any head of their original had
 been alarmed, see the same batches, and differ in delta's error alone (`errors.py`). What is told
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
@@ -27,7 +26,6 @@ from studies.rescue.branches import ERROR, branches, is_before_alarm
 from studies.rescue.counterfactual import alarms, sigmas
 from studies.rescue.doses import STEPS
 from studies.rescue.errors import FACTORS, RANDOM
-from studies.rescue.measures import series
 from studies.rescue.packed import HEAD_STEPS, Run, again_of, load, options_of
 
 #: What a copy is called that nothing was done to.
@@ -38,8 +36,6 @@ WAYS = (UNCHANGED, *FACTORS)
 
 #: The ways that were expected to do alike, those first that were to grow least.
 GROUPS = (("0", RANDOM), (UNCHANGED, "1"), ("2",))
-
-_COLOURS = {UNCHANGED: "0.6", "1": "C1", "0": "C0", RANDOM: "C2", "-1": "C4", "2": "C3"}
 
 
 class Copy(NamedTuple):
@@ -222,48 +218,13 @@ Expected: {order}. Pairs in this order: {in_order(groups):g} of {pairs}; by chan
 {chance(groups):.2g} of all ways to deal the copies out.{no_test}"""
 
 
-def draw(found: list[Family]) -> plt.Figure:
-    """A row a family: sigma of the head, the largest logit of all heads, and the growth by way."""
-    figure, axes = plt.subplots(len(found), 3, figsize=(14, 4 * len(found)), squeeze=False)
-    for family, (left, middle, right) in zip(found, axes, strict=True):
-        layer, head = next(iter(alarms(family.origin, family.last)))
-        seen: set[str] = set()
-        for copy in family.copies:
-            look = {"color": _COLOURS[copy.way], "linewidth": 1.4,
-                    "label": None if copy.way in seen else copy.way}  # fmt: skip
-            seen.add(copy.way)
-            norms = sigmas(copy.run)[layer, head]
-            before = sigmas(family.origin)[layer, head].loc[: family.step].iloc[-1:]
-            left.plot(pd.concat([before, norms]).loc[: family.last], **look)
-            middle.plot(series(copy.run.frame, "max_logit").loc[: family.last], **look)
-        seed = f"seed {family.origin.facts['seed']}"
-        left.set(title=f"{seed}, head {layer}.{head}", xlabel="step", ylabel="sigma of W_Q")
-        middle.set(title=f"{seed}, all heads", xlabel="step", ylabel="largest logit", yscale="log")
-        left.legend(fontsize=8, title="error handed on", title_fontsize=8)
-        rows = table(family)
-        for row in rows.itertuples():
-            # Hollow: of a copy that ends before the others.
-            fill = _COLOURS[row.handed] if row.to == family.last else "none"
-            right.scatter(
-                WAYS.index(row.handed), row.grew, color=fill, edgecolor=_COLOURS[row.handed]
-            )
-        right.axhline(0, color="0.7", linewidth=1)
-        right.set_xticks(range(len(WAYS)), WAYS)
-        right.set(title=f"{seed}, head {layer}.{head}, up to {family.last:,}",
-                  xlabel="error handed on", ylabel="growth of sigma, log points")  # fmt: skip
-    figure.tight_layout()
-    return figure
-
-
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(__doc__, arguments, figure="where to draw it")
+    options = options_of(__doc__, arguments)
     found = families(load(options.results))
     if not found:
         ways = ", ".join(way for group in GROUPS for way in group)
         raise SystemExit(f"{options.results}: no run has such copies of all ways ({ways})")
     print("\n\n".join(map(told, found)))
-    if options.figure:
-        draw(found).savefig(options.figure, dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The runs at 6e-4, and how starts of one seed part.
 
-    python -m studies.rescue.low_rate studies/rescue/results --figure low-rate.png
+    python -m studies.rescue.low_rate studies/rescue/results
 
 Starts of one seed share weights and batches. Two that compute alike differ by chance alone: while
 both are healthy, their losses differ by little. Each run is held against another start of its seed:
@@ -15,26 +15,19 @@ largest logit that any head has come to, by 15,400 steps or the end of the short
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from studies.rescue.counterfactual import alarms, sigmas
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import MARGIN, WINDOW, excess_loss, loss_departure, series
-from studies.rescue.packed import LOSS_STEPS, Run, again_of, load, options_of
+from studies.rescue.packed import LOSS_STEPS, Run, load, options_of
 
 #: The rate that GPT-2 small is commonly trained at.
 RATE = 6e-4
 
-#: Steps over which a loss is averaged in the figure.
-SHORT = 100
-
 #: Columns of the table that are steps, where there is one.
 STEPS = ("advisory", "alarm", "departs")
-
-#: Colour of corrected starts.
-CORRECTED = "C0"
 
 #: The step by which logits are compared, and how many a start must have made to be: others ended
 #: before anything was said in any.
@@ -134,63 +127,12 @@ def compared(runs: list[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).sort_values(["seed", "logit"])
 
 
-def draw(runs: list[Run]) -> plt.Figure:
-    """The long starts of the seed that was corrected: heads, logits and losses."""
-    seeds = [run.facts["seed"] for run in runs if is_corrected(run)]
-    starts = [run for run in runs if run.facts["seed"] in seeds[:1] and run.last >= LONG]
-    starts.sort(key=lambda run: (is_corrected(run), again_of(run.name) or 0))
-    worst = max(starts, key=lambda run: series(run.frame, "max_logit").max(), default=None)
-    if worst is None or not alarms(worst):
-        raise SystemExit("no seed has a corrected start and an alarmed one: nothing to draw")
-    layer = next(iter(alarms(worst)))[0]
-    reference = other_of(worst, starts)
-    assert reference is not None
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    for run, look in zip(starts, _looks(starts, worst), strict=True):
-        middle.plot(series(run.frame, "max_logit"), **look, label=_label(run))
-        if run is not reference:
-            right.plot(excess(run, reference, SHORT), **look)
-        if run is worst or is_corrected(run):
-            left.plot(sigmas(run)[layer], color=look["color"], linewidth=0.9)
-    left.set(title=f"the {len(sigmas(worst)[layer].columns)} heads of layer {layer}", xlabel="step",
-             ylabel="sigma of W_Q", yscale="log")  # fmt: skip
-    middle.set(title="all heads", xlabel="step", ylabel="largest logit", yscale="log")
-    middle.legend(fontsize=8)
-    right.axhline(0, color=CORRECTED, linewidth=1)
-    right.set(title="loss above a corrected start's", xlabel="step",
-              ylabel=f"nats, means of {SHORT} steps")  # fmt: skip
-    for axes in (left, middle, right):
-        axes.locator_params(axis="x", nbins=5)
-        axes.axvline(first_said(worst), color="0.8", linewidth=1)
-        axes.axvline(min(alarms(worst).values()), color="0.6", linewidth=1)
-    figure.tight_layout()
-    return figure
-
-
-def _looks(starts: list[Run], worst: Run) -> list[dict]:
-    """Colours by what was done, and dashes for the second start of one colour."""
-    colours = [CORRECTED if is_corrected(r) else "C3" if r is worst else "C1" for r in starts]
-    return [
-        {
-            "color": colour,
-            "linewidth": 1.4 if run is worst else 1.0,
-            "linestyle": "--" if colour in colours[:number] else "-",
-        }
-        for number, (run, colour) in enumerate(zip(starts, colours, strict=True))
-    ]
-
-
-def _label(run: Run) -> str:
-    done = run.facts["stabilizer"] if is_corrected(run) else "no switch"
-    return f"again{again_of(run.name)}, {done}"
-
-
 def _as_step(step: float) -> str:
     return "-" if pd.isna(step) else f"{step:,.0f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = options_of(__doc__, arguments, figure="where to draw it")
+    options = options_of(__doc__, arguments)
     found = runs_at(load(options.results))
     if not found:
         raise SystemExit(f"{options.results}: no run at a rate of {RATE:g}")
@@ -207,8 +149,6 @@ def main(arguments: list[str] | None = None) -> None:
     if not (by_seed := compared(found)).empty:
         print("\nThe largest logits that long starts have come to:\n")
         print(by_seed.to_string(index=False, float_format="{:,.0f}".format))
-    if options.figure:
-        draw(found).savefig(options.figure, dpi=120)
 
 
 if __name__ == "__main__":

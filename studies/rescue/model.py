@@ -266,11 +266,11 @@ class LanguageModel(L.LightningModule):
         """Loss of the batch of this optimizer step."""
         return self.net(self.batch(self.global_step))
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int, size: Size | None = None) -> Any:
         """What the network takes at an optimizer step."""
         # 2^20 steps never share a generator's seed.
         generator = torch.Generator().manual_seed((self.seed << 20) + step)
-        return self.net.draw(self.tokens, self.size, generator)
+        return self.net.draw(self.tokens, size or self.size, generator)
 
     def configure_gradient_clipping(
         self,

@@ -179,11 +179,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="train no longer, this time")
     parser.add_argument("--every-n-train-steps", type=int, default=50)
     parser.add_argument("--audited-heads", type=int, default=1, help="of a layer, at each sample")
-    parser.add_argument("--snapshot-every", type=int, default=500, help="steps; alarmed heads")
     parser.add_argument("--snapshot-megabytes", type=float, default=1000)
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
-    parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--checkpoint", action="store_true", help="keep one to go on from")
     parser.add_argument("--resume", action="store_true", help="go on from the kept checkpoint")
@@ -292,7 +290,7 @@ def main(arguments: list[str]) -> Path:
     """Trains one run and returns its folder."""
     options = parse(arguments)
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
-    tokens, facts = corpus.prepare(options.corpus, options.corpus_bytes, size.vocabulary)
+    tokens, facts = corpus.prepare(options.corpus, size.vocabulary)
     if options.delta_error is not None:
         DELTAS["exact_delta"] = HandOn(options.delta_error, options.seed)
     model = LanguageModel(
@@ -330,7 +328,7 @@ def main(arguments: list[str]) -> Path:
     )
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.snapshot_megabytes:
-        callbacks.append(KeepHeads(monitor, options.snapshot_every))
+        callbacks.append(KeepHeads(monitor, 500))
     if options.arm in SCOPES:
         callbacks.append(AutoStabilizer(options.stabilizer, scope=SCOPES[options.arm]))
     elif options.arm == "from_start":

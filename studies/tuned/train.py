@@ -20,12 +20,12 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor
-from studies.rescue.model import Net, Size, sequences
+from studies.rescue.model import LanguageModel, Size
 from studies.rescue.train import SwitchOnce
 from studies.tuned.prose import VOCABULARY
 
@@ -39,16 +39,16 @@ WARMUP, DECAY, LAST_SHARE = 700, 0.1, 0.1
 EVALUATE_EVERY = 2000
 
 
-def rate_at(step: int, steps: int) -> float:
-    """The share of the rate at a step: linear warm-up, then a cosine to a tenth."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    done = min(1.0, (step - WARMUP) / (steps - WARMUP))
-    return LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+def rate_at(step: int, steps: int, warmup: int = WARMUP, last: float = LAST_SHARE) -> float:
+    """The share of the rate at a step: linear warm-up, then a cosine to the last share."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / (steps - warmup))
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class Model(L.LightningModule):
-    """Draws its batches itself: seed and step decide, nothing else.
+class Model(LanguageModel):
+    """GPT-2 with weight decay and a schedule that ends.
 
     Args:
         size: Sizes.
@@ -59,36 +59,24 @@ class Model(L.LightningModule):
         compiled: Whether to compile the model.
     """
 
+    warmup, decay, last_share = WARMUP, DECAY, LAST_SHARE
+
     def __init__(
         self, size: Size, tokens: Tensor, rate: float, steps: int, seed: int, compiled: bool
     ) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = Net(size)
-        if compiled:
-            self.net.compile()
-        self.size, self.rate, self.steps, self.seed = size, rate, steps, seed
-        self.register_buffer("tokens", tokens, persistent=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Loss of the batch of this optimizer step."""
-        # 2^20 steps never share a generator's seed.
-        generator = torch.Generator().manual_seed((self.seed << 20) + self.global_step)
-        return self.net(sequences(self.tokens, self.size, generator))
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Clips by the norm; Lightning itself refuses to with a fused optimizer."""
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        super().__init__(size, tokens, rate, self.warmup, seed, compiled)
+        self.steps = steps
 
     def configure_optimizers(self) -> dict:
         """AdamW; matrices decay, gains of norms do not."""
         parameters = list(self.net.parameters())
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": DECAY},
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate_at(s, self.steps))
+        rate, shape = self.learning_rate, (self.steps, self.warmup, self.last_share)
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate_at(s, *shape))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -111,7 +99,8 @@ class HeldOut(L.Callback):
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, model: Model, *_: Any) -> None:
         step, size = trainer.global_step, model.size
-        if step % self.every and step != self.steps:
+        # Micro-batches that do not end a step still have the number of the last one.
+        if step in (0, *self.losses) or (step % self.every and step != self.steps):
             return
         windows = (self.tokens.numel() - 1) // size.context
         starts = torch.arange(windows)[:, None] * size.context
@@ -122,7 +111,7 @@ class HeldOut(L.Callback):
             with torch.autocast(model.device.type, torch.bfloat16):
                 total += len(some) * model.net.forward(batch).item()
         self.losses[step] = total / windows
-        print(f"held-out loss at step {step}: {self.losses[step]:.4f}", flush=True)
+        trainer.print(f"held-out loss at step {step}: {self.losses[step]:.4f}", flush=True)
 
 
 def run_name(arm: str, rate: float, seed: int) -> str:
@@ -164,8 +153,9 @@ def main(arguments: list[str] | None = None) -> Path:
         callbacks.append(SwitchOnce(monitor, "exact_delta", 1, "from the start", {"*": None}))
     trainer = L.Trainer(
         accelerator=options.device, devices=1, precision="bf16-mixed", max_steps=steps,
-        max_epochs=-1, callbacks=callbacks, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        max_epochs=-1, gradient_clip_val=1.0, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder,
     )  # fmt: skip
     began = time.monotonic()
     # The model draws its own batches; the loader only counts.
