@@ -53,6 +53,7 @@ def judged(run: Path) -> dict[str, Any]:
     frame, metadata = read_run(path), read_metadata(path)
     found, events = replay(frame, normalised=normalised_sites(metadata)), read_events(path)
     outcome = Recorded(frame, events, metadata).judgement.as_json()
+    del outcome["cause"]["why"]  # a sentence
     kept = ("step", "kind", "site", "heads", "rule", "stabilizer", "verdict")
     return {
         "verdict": found.judgement(metadata=metadata).verdict,
