@@ -175,7 +175,7 @@ class NonfiniteSteps:
 
     def _is_anywhere(self, is_so: bool) -> bool:
         """Whether something is so on any rank; False once ranks have lost each other."""
-        return self._stages.attempt("ranks", lambda: not ranks.all_agree(not is_so, "step")) is True
+        return self._stages.attempt("ranks", partial(ranks.is_anywhere, "step", is_so)) is True
 
     def _leave_out(self) -> bool:
         self._in_a_row += 1

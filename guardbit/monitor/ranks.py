@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: Seconds that a rank waits for the others.
 EXCHANGE_SECONDS = 60.0
 #: Numbers of an exchange: gloo ends the process if ranks that part bring different lengths.
-_ROOM = 9
+_ROOM = 8
 
 # The group of the default process group, and that process group.
 _group: tuple[Any, Any] | None = None
@@ -45,20 +45,9 @@ def rank() -> int:
     return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
-def all_agree(holds: bool, about: object) -> bool:
-    """Whether something holds on every rank, and about the same thing."""
-    if world_size() == 1:
-        return holds
-    answers = gathered("agree", holds, zlib.crc32(repr(about).encode()))
-    return all(holds == 1 and about == answers[0][1] for holds, about in answers)
-
-
-class Exchanged(NamedTuple, Generic[T]):
-    """What the ranks said, on all of them."""
-
-    values: list[T]  # one of each part
-    numbers: list[tuple[float, ...]]  # of each rank
-    state: tuple[Tensor, Tensor] | None  # as of `reduced`, if all ranks have brought one alike
+def is_anywhere(what: str, is_so: bool) -> bool:
+    """Whether something is so on any rank; all ask, and `what` it is."""
+    return is_so if world_size() == 1 else any(so for (so,) in gathered(what, is_so))
 
 
 def of_each_part(what: str, value: T, part: object, seconds: float | None = None) -> list[T]:
@@ -66,34 +55,26 @@ def of_each_part(what: str, value: T, part: object, seconds: float | None = None
 
     It waits `seconds` for the others, else `EXCHANGE_SECONDS`.
     """
-    return exchanged(what, value, part, seconds=seconds).values
+    values, _ = exchanged(what, value, part, seconds=seconds)
+    return values
 
 
 def exchanged(
-    what: str,
-    value: T,
-    part: object,
-    *numbers: float,
-    state: tuple[Tensor, Tensor] | None = None,
-    about: object = None,
-    seconds: float | None = None,
-) -> Exchanged[T]:
-    """Exchanges a value of each part, four numbers of each rank at most, and sums and maxima.
+    what: str, value: T, part: object, *numbers: float, seconds: float | None = None
+) -> tuple[list[T], list[tuple[float, ...]]]:
+    """Returns a value of each part of a model, and the numbers of each rank, five at most.
 
-    `about` is what the state is of. It takes one gather, one reduction if there are states, and one
-    broadcast a part if ranks say different things.
+    It takes one gather, and one broadcast a part if ranks say different things.
     """
     if world_size() == 1:
-        return Exchanged([value], [numbers], state)
+        return [value], [numbers]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    brought = 0 if state is None else zlib.crc32(repr((about, [x.shape for x in state])).encode())
-    codes = zlib.crc32(repr(part).encode()), len(mine), zlib.crc32(mine.numpy().tobytes()), brought
+    codes = zlib.crc32(repr(part).encode()), len(mine), zlib.crc32(mine.numpy().tobytes())
     answers = gathered(what, *codes, *numbers, seconds=seconds)
-    parts, sizes, contents, states = zip(*(each[:4] for each in answers), strict=True)
-    others = [each[4:] for each in answers]
-    together = reduced(*state) if state and {*states} == {brought} else None
+    parts, sizes, contents = zip(*(each[:3] for each in answers), strict=True)
+    others = [each[3:] for each in answers]
     if len({*zip(parts, sizes, contents, strict=True)}) == 1:
-        return Exchanged([value], others, together)
+        return [value], others
     said: list[Tensor] = []
     with _own_group() as own:
         # The first rank of each part speaks for it.
@@ -103,8 +84,7 @@ def exchanged(
                 mine if rank() == speaker else torch.empty(size, dtype=torch.uint8, device="cpu")
             )
             own.broadcast(said[-1], speaker).wait()
-    values = [pickle.loads(one.numpy().tobytes()) for one in said]
-    return Exchanged(values, others, together)
+    return [pickle.loads(one.numpy().tobytes()) for one in said], others
 
 
 def reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:

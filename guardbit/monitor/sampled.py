@@ -5,9 +5,8 @@ until no step goes on.
 
 What ranks exchange after a sampled step, in this order (in quotes, its name for
 `ranks.gathered`): whether stages are on, and which modules were not called ("agree"); weights that
-are sharded, as norms are taken; codes of weights, switches and events, the sums of calls, and
-samples ("known"); if ranks have measured different modules, the sums only then ("state"); and, if
-codes of events differ, the events ("events").
+are sharded, as norms are taken; codes of weights, switches and events, and samples ("known"); the
+sums of calls; and, if codes of events differ, the events ("events").
 """
 
 import math
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.alerts import webhook_of_run
@@ -26,7 +24,8 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measure import Burst, Measurement, Sent, largest, measurement
+from guardbit.monitor.measure import Burst, Measurement, Sent, largest
+from guardbit.monitor.measure.measurement import AttentionMetric, KnownSite, joined_tables
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.replay import graded, normalised_sites
 from guardbit.monitor.schedule import Schedule
@@ -146,11 +145,8 @@ class SampledSteps:
         sent = None if own is None else sent
         facts = attempt("metrics", self._notices.site_facts)
         # A rank that has nothing, and may have failed, takes part all the same.
-        known = self.exchange.share(step, own or [], facts, sent)
-        metric = None
-        if known.are_whole and known.table:
-            find = partial(self._measurement.of_all_ranks, sent, known.table, known.state)
-            metric = self._stages.always("metrics", find)
+        add_up = partial(self._measurement.of_all_ranks, sent)
+        known, metric = self.exchange.share(step, own or [], facts, sent, add_up)
         self.switching.asked_elsewhere = known.asked
         attempt("metrics", partial(self.record_facts, known.metadata))
         samples = known.samples
@@ -295,26 +291,16 @@ class SampledSteps:
         self._stages.attempt("burst", self.follow_bursts)
 
 
-class Part(NamedTuple):
-    """What a rank knows of its part of the model; by module."""
+class Known(NamedTuple):
+    """What a rank knows of its part of the model, or all ranks of the whole; by module."""
 
     samples: list[Sample]  # of weights, and of the run
-    asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
     metadata: dict[str, dict[str, Any]]  # what the run's metadata says
-    modules: list[str]  # that could call attention
-    heads: dict[str, range] | None  # of this rank
-    table: list[measurement.KnownSite]  # that it measured
-
-
-class Whole(NamedTuple):
-    """What all ranks know of the whole model; `asked` and `metadata` as in `Part`."""
-
-    samples: list[Sample]
-    asked: dict[str, list[str]]
-    metadata: dict[str, dict[str, Any]]
-    table: list[measurement.KnownSite]
-    are_whole: bool  # all ranks measured their calls
-    state: tuple[Tensor, Tensor] | None  # sums and maxima of calls, if all have the same table
+    table: list[KnownSite]  # whose calls were measured
+    wanted: list[str]  # indicators
+    asked: dict[str, list[str]]  # of the whole: in the modules that this rank does not hold
+    modules: Sequence[str] = ()  # that could call attention
+    heads: dict[str, range] | None = None  # of this rank
 
 
 class Exchange:
@@ -342,13 +328,13 @@ class Exchange:
         # After an error this rank still takes part: the others would wait for it.
         uncalled = self._stages.attempt("metrics", find) or []
         stages = (WATCHING, "capture", "metrics", "samples")
-        is_on = self._stages.off.isdisjoint(stages)
-        of_all = ranks.exchanged("agree", uncalled, uncalled, is_on)
-        of_any = set().union(*of_all.values)
+        are_off = [stage in self._stages.off for stage in stages]
+        lists, of_ranks = ranks.exchanged("agree", uncalled, uncalled, *are_off)
+        of_any = set().union(*lists)
         for name, site in here.items():
             site.is_uncalled_elsewhere = name in of_any
-        for stage in () if all(on for (on,) in of_all.numbers) else stages:
-            if not ranks.all_agree(stage not in self._stages.off, stage):
+        for stage, *off in zip(stages, *of_ranks, strict=True):
+            if any(off):
                 self._stages.fail(stage, FailedElsewhereError("the stage failed on another rank"))
         return WATCHING not in self._stages.off
 
@@ -358,21 +344,32 @@ class Exchange:
         samples: list[Sample],
         facts: dict[str, dict[str, Any]] | None,
         sent: Sent | None,
-    ) -> Whole:
-        """Returns what the ranks know, and records what they met or do differently; all call it."""
-        attempt, several = self._stages.attempt, ranks.world_size() > 1
+        add_up: Callable[[list[KnownSite]], AttentionMetric | None],
+    ) -> tuple[Known, AttentionMetric | None]:
+        """Returns what the ranks know, and what they measured in calls, if all did, and alike.
+
+        Records what they met or do differently. All call it.
+        """
+        attempt, instrumentation = self._stages.attempt, self._instrumentation
         self._metadata = self._metadata if facts is None else facts
-        instrumentation = self._instrumentation
+        table, wanted = (sent.table, sent.wanted) if sent else ([], [])
+        is_whole = sent is not None and sent.is_whole
+        mine = Known(samples, self._metadata, table, wanted, {})
+
+        def of_calls(table: list[KnownSite], are_whole: bool) -> AttentionMetric | None:
+            is_any = are_whole and len(table) > 0
+            return self._stages.always("metrics", partial(add_up, table)) if is_any else None
+
+        if ranks.world_size() == 1:
+            return mine, of_calls(table, is_whole)
 
         def heads_here() -> dict[str, range]:
             return {name: site.own_heads for name, site in instrumentation.sites.items()}
 
-        asked = attempt("stabilizers", instrumentation.asked) if several else {}
+        asked = attempt("stabilizers", instrumentation.asked)
         modules = sorted(instrumentation.candidates)
-        heads = attempt("ranks", heads_here) if several else None
-        table, metric = (sent.table, sent.metric) if sent else ([], None)
-        is_whole = sent is not None and sent.is_whole
-        mine = Part(samples, asked or {}, self._metadata, modules, heads, table)
+        heads = attempt("ranks", heads_here)
+        mine = mine._replace(asked=asked or {}, modules=modules, heads=heads)
         # Not why: each rank may have its own reason, as with the name of its device.
         unfound = [n for n, known in self._metadata.items() if known["weights_unavailable"]]
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
@@ -381,18 +378,18 @@ class Exchange:
         code = 0 if asked is None else zlib.crc32(repr(switched).encode())
         own, self._journal.own = self._journal.own, []
         met = zlib.crc32(repr(own).encode())
-        parts, numbers, state = ranks.exchanged(
-            "known", mine, (heads, unfound, table), is_whole, sum(norms), len(norms), code, met,
-            state=(metric.sums, metric.maxima) if metric and is_whole else None, about=table,
-        )  # fmt: skip
+        part = heads, unfound, table, wanted
+        numbers = is_whole, sum(norms), len(norms), code, met
+        parts, of_ranks = ranks.exchanged("known", mine, part, *numbers)
+        are_whole = all(of[0] for of in of_ranks) and all(one.wanted == wanted for one in parts)
+        of_all = joined_tables([part.table for part in parts])
+        # At once: the others would wait for a rank on which something else fails before.
+        metric = of_calls(of_all, are_whole)
         samples_of_all = joined([part.samples for part in parts])
-        of_all = measurement.joined_tables([part.table for part in parts])
-        whole = Whole(samples_of_all, {}, {}, of_all, all(of[0] for of in numbers), state)
+        whole = mine._replace(samples=samples_of_all, metadata={}, table=of_all, asked={})
         for part in reversed(parts):
             whole.metadata.update(part.metadata)
             whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.metadata})
-        if not several:
-            return whole
         for name, known in whole.metadata.items():
             whys = {part.metadata.get(name, known)["weights_unavailable"] for part in parts}
             if None in whys and len(whys) > 1:
@@ -405,13 +402,13 @@ class Exchange:
         self._are_compared = True
         # Ranks that hold different modules do not compare their weights.
         if len({repr(part.heads) for part in parts}) == 1:
-            self.compare(step, [of[1:4] for of in numbers])
-        are_alike = len({of[4] for of in numbers}) == 1
-        of_ranks = [] if are_alike else ranks.of_each_part("events", own, own)
-        for event in dict.fromkeys(event for events in of_ranks for event in events):
-            if event not in own:
-                self._journal.record(event)
-        return whole
+            self.compare(step, [of[1:4] for of in of_ranks])
+        if len({of[4] for of in of_ranks}) > 1:
+            of_all_ranks = ranks.of_each_part("events", own, own)
+            for event in dict.fromkeys(event for events in of_all_ranks for event in events):
+                if event not in own:
+                    self._journal.record(event)
+        return whole, metric
 
     def compare(self, step: int, numbers: Sequence[tuple[float, ...]]) -> None:
         """Records, once, whether ranks of the same modules have other weights or switches.

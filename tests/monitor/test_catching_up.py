@@ -175,11 +175,9 @@ def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(
-        ranks, "exchanged",
-        lambda _, value, part, *numbers, state=None, about=None: ranks.Exchanged(
-            [value], [numbers, numbers], state
-        ),
-    )  # fmt: skip
+        ranks, "exchanged", lambda _, value, part, *numbers: ([value], [numbers, numbers])
+    )
+    monkeypatch.setattr(ranks, "reduced", lambda *state: state)
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()
 

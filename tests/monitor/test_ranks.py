@@ -23,14 +23,14 @@ def test_ranks_that_gloo_cannot_connect_are_told_what_to_set(monkeypatch, begin_
     )
     begin_group("fake", world_size=2)
     with pytest.raises(ranks.RanksLostError, match=why):
-        ranks.all_agree(True, "this")
+        ranks.is_anywhere("this", True)
     with pytest.raises(ranks.RanksLostError, match="nothing is exchanged any more"):
-        ranks.all_agree(True, "this")
+        ranks.is_anywhere("this", True)
     # A rank that comes later: gloo would wait for the first again, five times as long.
     monkeypatch.setattr(ranks, "_are_lost", None)
     monkeypatch.setattr(ranks, "_num_groups", ranks._num_groups - 1)
     with pytest.raises(ranks.RanksLostError, match="as it should: it has given up waiting"):
-        ranks.all_agree(True, "this")
+        ranks.is_anywhere("this", True)
 
 
 WEIGHTS, SWITCHES = "ranks hold modules of the same names", "ranks have switched heads differently"

@@ -52,6 +52,7 @@ class Sent(NamedTuple):
 
     step: int
     loss_scale: float
+    wanted: list[str]  # indicators, ascending
     is_whole: bool  # whether its calls were measured, if there is any
     table: list[KnownSite]  # the sites of this rank when calls were last measured
     left_out: set[str]  # the sites that are gone, or whose heads are unknown
@@ -164,8 +165,9 @@ class Measurement:
         is_idle = not any(site.trained_in == now for site in sites.values())
         is_whole = with_calls and (metric is not None or is_idle)
         return Sent(
-            step, loss_scale, is_whole, table, {site.name for site in table} - with_heads,
-            dict(self._layers), metric and AttentionMetric(metric.probes, *metric.shape),
+            step, loss_scale, sorted(self.plan.wanted), is_whole, table,
+            {site.name for site in table} - with_heads, dict(self._layers),
+            metric and AttentionMetric(metric.probes, *metric.shape),
             list(columns), scalars, Transfer([*state, *columns.values(), *values]),
         )  # fmt: skip
 
@@ -189,28 +191,15 @@ class Measurement:
         """Returns the samples of the run's scalars that no sampled step has taken."""
         return self.receive(self.send({}, step))
 
-    def of_all_ranks(
-        self, sent: Sent | None, table: list[KnownSite], state: tuple[Tensor, Tensor] | None
-    ) -> AttentionMetric | None:
-        """Returns what all ranks' calls show, which all ranks measured; all call it.
-
-        `state` is what was reduced already, because all ranks have the same sites.
-        """
+    def of_all_ranks(self, sent: Sent | None, table: list[KnownSite]) -> AttentionMetric | None:
+        """Returns what all ranks' calls show, which all ranks measured; all call it."""
         own, metric = (sent.table, sent.metric) if sent else ([], None)
-        # A rank without any attention has nothing to add.
-        if metric is None:
-            metric = AttentionMetric(self.plan.calls, 0, 0).on_table([], table)
-        elif table != own:
-            rows = {(site.name, site.num_heads): site.row for site in table}
-            metric = metric.on_table([rows.get((x.name, x.num_heads)) for x in own], table)
-        if state is not None:
-            metric.sums, metric.maxima = state
-        elif ranks.world_size() > 1:
-            mine = metric.sums, metric.maxima
-            state = ranks.exchanged("state", None, None, state=mine, about=table).state
-            if state is None:
-                return None
-            metric.sums, metric.maxima = state
+        if metric is None:  # a rank without any attention has nothing to add
+            own, metric = [], AttentionMetric(self.plan.calls, 0, 0)
+        rows = {(site.name, site.num_heads): site.row for site in table}
+        metric = metric.on_table([rows.get((x.name, x.num_heads)) for x in own], table)
+        if ranks.world_size() > 1:
+            metric.sums, metric.maxima = ranks.reduced(metric.sums, metric.maxima)
         return metric if metric.sums.any() else None  # no rank may have called any
 
     def add(

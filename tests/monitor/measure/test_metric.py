@@ -64,8 +64,8 @@ def sizes(scores):
 
 def stacked(metric):
     """All indicators, FP64 `(I, S, H)`."""
-    mine = metric.sums, metric.maxima
-    metric.sums, metric.maxima = ranks.exchanged("state", None, None, state=mine).state
+    if ranks.world_size() > 1:
+        metric.sums, metric.maxima = ranks.reduced(metric.sums, metric.maxima)
     return torch.stack(list(metric.measured().values()))
 
 

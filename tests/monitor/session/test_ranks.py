@@ -134,7 +134,7 @@ def parting(folder, rank, patch):
     for step in range(4):
         if rank == 1 and step == 2:
             # Between two exchanges of a sample.
-            patch.setattr("guardbit.monitor.sampled.Part", fail)
+            patch.setattr("guardbit.monitor.sampled.Known", fail)
         with loop.session.step(step) as record:
             record.loss(loop.backward(step))
     loop.session.close()
@@ -358,7 +358,7 @@ def counted(folder, rank, patch):
 def test_a_sampled_step_takes_four_hops_whatever_the_number_of_ranks(tmp_path, number):
     launch(count_on_each_rank, number, tmp_path)
     # Sums and maxima go side by side: one hop.
-    hops = ["allgather", "allgather", "allreduce", "allreduce", "broadcast"]
+    hops = ["allgather", "allgather", "broadcast", "allreduce", "allreduce"]
     found = seen(tmp_path / "counted")
     assert len(found) == number
     assert all(of_steps == [hops, [], hops, []] for of_steps in found)
