@@ -43,25 +43,19 @@ class Switching:
         self.refusals: dict[str, str | None] = {}
         self.needless: dict[str, str] = {}  # module -> why there is nothing to correct, or ""
         self.asked_elsewhere: Stabilizers = {}  # in modules that only other ranks hold
-        # Modules that are absent: not called yet, or no longer instrumented.
-        self._loaded: Stabilizers = {}
-        self._left_running: Stabilizers = {}
+        self._loaded: Stabilizers = {}  # in modules not called yet, or no longer instrumented
 
     def asked(self) -> Stabilizers:
         """What the heads are asked to run; a module's are known only once it has been called."""
         return {**self._loaded, **self.asked_elsewhere, **self._instrumentation.asked()}
-
-    def running(self) -> Stabilizers:
-        """What the heads really ran in the latest step."""
-        return {**self._left_running, **self._instrumentation.stabilizers()}
 
     def switched(self) -> Stabilizers:
         """What is asked for in the modules that have a switched head."""
         return {name: list(names) for name, names in self.asked().items() if set(names) != {"none"}}
 
     def remember(self) -> None:
-        """Keeps both, because the instrumentation is about to leave the model."""
-        self._loaded, self._left_running = self.asked(), self.running()
+        """Keeps what is asked for, because the instrumentation is about to leave the model."""
+        self._loaded = self.asked()
 
     def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
         """Asks for the stabilizers of a checkpoint; some may belong to other ranks' modules."""
@@ -136,7 +130,7 @@ class Switching:
 
     def already(self, alarm: Alarm) -> list[str]:
         """Returns a clause for each alarmed head that is switched already."""
-        names = self.running().get(alarm.site, [])
+        names = self._instrumentation.stabilizers().get(alarm.site, [])
         return [
             f"; head {head} runs {names[head]} already"
             for head in alarm.heads

@@ -129,13 +129,15 @@ class SampledSteps:
         judged.found = attempt("judgement", grade) or found
         show(judged)
         attempt("alarms", partial(self._record_alarms, judged))
-        attempt("alerts", partial(self._send_news, judged))
+        if self.webhook is not None and judged.news:
+            attempt("alerts", partial(self.webhook.tell, self.name, judged.news))
         attempt("burst", partial(self._begin_bursts, judged))
         self._unheeded = [*self._unheeded, *judged.alarms]
         if self._is_informed:  # else this sample failed, and its alarms wait for the next one
             judged.unheeded, self._unheeded = self._unheeded, []
             after_step(partial(self._act, judged))
-        attempt("verdict", self._report_verdict)
+        is_measuring, last_ended = self._burst.is_on, self._schedule.last_ended or 0
+        attempt("verdict", partial(self._journal.report_verdict, last_ended, is_measuring))
         return judged.alarms
 
     def _samples_of_all_ranks(self, step: int, sent: Sent | None) -> list[Sample]:
@@ -196,10 +198,6 @@ class SampledSteps:
                 self._notices.announce(alarm)
                 judged.news += [alarm] if is_new else []
 
-    def _send_news(self, judged: Judged) -> None:
-        if self.webhook is not None and judged.news:
-            self.webhook.tell(self.name, judged.news)
-
     def _begin_bursts(self, judged: Judged) -> None:
         are_wanted = self._measurement.plan.wanted.issuperset(SHARES)
         if are_wanted and not nothing_to_correct(self._journal.metadata, PRECISE):
@@ -221,9 +219,6 @@ class SampledSteps:
     def _clip(self, judged: Judged) -> None:
         self._clipping.act(self._instrumentation.sites, judged.samples)
 
-    def _report_verdict(self) -> None:
-        self._journal.report_verdict(self._schedule.last_ended or 0, self._burst.is_on)
-
     def follow_bursts(self) -> None:
         """Listens to optimizers while heads are measured, and records why one was not."""
         if self._burst.is_on:
@@ -244,7 +239,6 @@ class SampledSteps:
             "dry_run": self.dry_run,
             "stabilizers": switched,
             "is_of_parts": bool(self.switching.asked_elsewhere),
-            "running": {name: list(names) for name, names in self.switching.running().items()},
             "measurement": self._stages.attempt("samples", self._measurement.state_dict),
             "burst": self._burst.state_dict(),
             "why_no_share": self._burst.why_not,

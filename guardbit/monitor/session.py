@@ -245,7 +245,6 @@ class Session(Guarded):
         self._take_of_step("grad_norm", value)
         self.attempt("modules", self._modules.catch_up)
 
-    @guard.method()
     @guard.method(lambda _: False)
     def skips_step(
         self,
@@ -629,9 +628,9 @@ class Session(Guarded):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
-        "stabilizers" is what is asked for. "all" holds the whole state; "running" in it is what the
-        heads really ran in the latest step. If that cannot be collected, "stabilizers" stands
-        alone. A sampled step that waits for its judgement is judged first, see `catch_up`.
+        "stabilizers" is what is asked for, "all" the whole state; if that cannot be collected,
+        "stabilizers" stands alone. A sampled step that waits for its judgement is judged first, see
+        `catch_up`.
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._sampled.switching.switched) or {}

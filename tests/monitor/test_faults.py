@@ -101,7 +101,7 @@ BELOW = {
     "end_step: sites": (journal.Journal, "describe"),
     "state_dict: detectors": (sampled.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),
-    "state_dict: stabilizers": (sites.Instrumentation, "stabilizers"),
+    "state_dict: stabilizers": (sites.Instrumentation, "asked"),
     "close: dropping calls": (Measurement, "discard"),
     "close: the journal": (journal.Journal, "close"),
     "hook: entering": (hooks, "frames", "push"),
