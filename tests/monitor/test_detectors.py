@@ -204,9 +204,10 @@ def test_an_alarm_tells_what_shadow_and_audit_say_of_its_heads():
     assert "delta" not in why(delta_bias=[0.0, NAN], delta_bias_abs=[0.0, 1.0])
 
 
-def test_resumed_equals_uninterrupted_at_every_cut():
+def test_resumed_equals_uninterrupted_at_every_cut(monkeypatch):
+    monkeypatch.setattr(Detectors, "cool_down_steps", 200)
     steps = list(mixed_run())
-    whole = Detectors(cool_down_steps=200)
+    whole = Detectors()
     expected, states = [], []
     for samples in steps:
         saved = whole.state_dict()
@@ -216,7 +217,7 @@ def test_resumed_equals_uninterrupted_at_every_cut():
     fired = {alarm.rule for alarms in expected for alarm in alarms}
     assert fired == {rule.name for rule in DEFAULT_RULES}
     for cut, state in enumerate(states):
-        resumed = Detectors(cool_down_steps=200)
+        resumed = Detectors()
         resumed.load_state_dict(json.loads(state))
         after = [resumed.update(samples) for samples in steps[cut:]]
         assert after == expected[cut:], f"cut before step {cut}"
@@ -242,11 +243,12 @@ def test_old_and_repeated_steps_and_unknown_indicators_are_ignored():
     assert alarms == expected
 
 
-def test_cool_down_holds_back_the_head_that_fired_and_no_other():
+def test_cool_down_holds_back_the_head_that_fired_and_no_other(monkeypatch):
+    monkeypatch.setattr(Detectors, "cool_down_steps", 50)
     # Three times as large at every sample: an alarm each time, but for the cool-down.
     first, second = 3.0 ** np.arange(12), 3.0 ** np.maximum(np.arange(12) - 3, 0)
     series = beside("w_q_spectral_norm", np.stack([first, second], 1), np.ones((12, 2)))
-    alarms = alarms_in(HeadGrowth(), series, cool_down_steps=50)
+    alarms = alarms_in(HeadGrowth(), series)
     assert [(a.step, a.heads) for a in alarms] == [
         (10, (0,)), (40, (1,)), (60, (0,)), (90, (1,)), (110, (0,))
     ]  # fmt: skip
@@ -259,7 +261,8 @@ def test_cool_down_holds_back_the_head_that_fired_and_no_other():
 ])  # fmt: skip
 def test_an_alarm_describes_a_head_that_it_names(indicator, small, large):
     # Head 0 falls ill first and stays the worse of the two, so when head 1 does it is cooling.
-    detectors = Detectors(cool_down_steps=2000)
+    detectors = Detectors()
+    detectors.cool_down_steps = 2000
     told = {}
     for step in range(0, 2000, 10):
         heads = [large[0] if step >= 100 else small, large[1] if step >= 1000 else small]
@@ -300,8 +303,6 @@ def test_a_site_may_show_more_heads_later():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="they must differ"):
         Detectors((HeadGrowth(), HeadGrowth(norm=1.0)))
-    with pytest.raises(ValueError, match="cool_down_steps is -1; it must be at least 0"):
-        Detectors(cool_down_steps=-1)
     with pytest.raises(ValueError, match=r"is of the rules \['gradient_error'\]"):
         Detectors((HeadGrowth(),)).load_state_dict(Detectors((GradientError(),)).state_dict())
 

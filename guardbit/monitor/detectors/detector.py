@@ -42,9 +42,10 @@ _UNMOVED = 1e-6
 class Detectors:
     """Samples in, alarms out; one object for a live run and for a replay."""
 
-    def __init__(
-        self, rules: tuple[Rule, ...] = DEFAULT_RULES, *, cool_down_steps: int = 1000
-    ) -> None:
+    #: For how many steps a rule does not name a head again.
+    cool_down_steps = 1000
+
+    def __init__(self, rules: tuple[Rule, ...] = DEFAULT_RULES) -> None:
         if isinstance(rules, str) or not isinstance(rules, Sequence):
             raise ValueError(f"rules is {rules!r}; it must be a tuple of rules")
         for rule in rules:
@@ -60,10 +61,7 @@ class Detectors:
         names = [rule.name for rule in rules]
         if len(set(names)) < len(names):
             raise ValueError(f"the rules' names are {names}; they must differ")
-        if cool_down_steps < 0:
-            raise ValueError(f"cool_down_steps is {cool_down_steps}; it must be at least 0")
         self.rules = tuple(rules)
-        self.cool_down_steps = cool_down_steps
         # Modules where the size of W_Q does not reach the scores, as under QK norm: set by the
         # caller, who knows the model.
         self.normalised: frozenset[str] = frozenset()

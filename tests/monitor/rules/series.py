@@ -11,9 +11,9 @@ def training(index, indicator):
     return 1 + 2e-6 * index if indicator == "w_q_spectral_norm" else 1.0
 
 
-def alarms_in(rule, series, steps=None, normalised=(), **settings):
+def alarms_in(rule, series, steps=None, normalised=()):
     """Alarms of series, (site, indicator) -> a value or a row of heads for each step."""
-    detectors = Detectors((rule,), **settings)
+    detectors = Detectors((rule,))
     detectors.normalised = frozenset(normalised)
     length = len(next(iter(series.values())))
     return [

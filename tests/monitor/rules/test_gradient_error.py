@@ -59,7 +59,8 @@ def test_false_alarms_come_no_oftener_than_it_says():
     generator = np.random.default_rng(3)
     rounds, heads = 400, 250
     outcomes = (generator.random((rounds, heads)) < 0.1).astype(float)
-    detectors = Detectors((GradientError(audits_to_false_alarm=100.0),), cool_down_steps=0)
+    detectors = Detectors((GradientError(audits_to_false_alarm=100.0),))
+    detectors.cool_down_steps = 0
     alarms = detectors.update(audits(outcomes))
     count = sum(len(alarm.heads) for alarm in alarms)
     # At most 1,000 are expected; their scatter is some 40.
@@ -78,7 +79,8 @@ def test_heads_that_are_not_audited_neither_win_nor_lose():
 
 
 def test_after_an_alarm_it_takes_new_evidence():
-    detectors = Detectors((GradientError(),), cool_down_steps=0)
+    detectors = Detectors((GradientError(),))
+    detectors.cool_down_steps = 0
     alarms = detectors.update(audits([[1.0]] * 10 + [[0.0]] * 50))
     assert [alarm.step for alarm in alarms] == [40, 90]
 
