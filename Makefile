@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 # The site, in site/; a warning is an error. The variable keeps an advertisement out.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
-	@echo "The site: site/index.html"
+	@echo "The site: site/index.html. It opens from the disk, search included."
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
@@ -63,9 +63,10 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports --no-cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "First .venv gets PyTorch and all else that is pinned: minutes, by your network. This happens once."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:

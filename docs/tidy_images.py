@@ -3,7 +3,7 @@ r"""Keeps of the docs' images those that a page shows, in 256 colours, which loo
 These commands make them:
 
     guardbit demo --run-dir runs/demo
-    guardbit report runs/demo --output docs/images/demo
+    guardbit report runs/demo/corrected --output docs/images/demo
     guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz --output docs/images/failing
     guardbit report guardbit/recorded/lost --output docs/images/lost
     guardbit report guardbit/recorded/{lost,switched} --output docs/images/lost_and_switched

@@ -1,44 +1,38 @@
-"""`guardbit demo`: a head of a small GPT diverges and is switched, in 2 to 3 minutes on two cores.
+"""`guardbit demo`: a head of a small GPT diverges; one run corrects it, another leaves it alone.
 
-A real run takes thousands of steps to get there, so the demo does it by hand: in the middle of the
-run it sets one head's W_Q and W_K so that all its queries look at the first few positions (an
-attention sink) with large, tied logits. Everything else is ordinary: the model trains on text in
-BF16, the monitor measures, the detectors judge, the policy switches.
+Only that head is made by hand (`guardbit.cli.WHAT_THE_DEMO_DOES`). Everything else is ordinary: the
+model trains on text in BF16, the monitor measures, the detectors judge, the policy switches.
 """
 
 import logging
 import sysconfig
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import lightning.pytorch as pl
+import pandas as pd
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
-from rich.console import Console
+import typer
+from lightning.pytorch.callbacks import LambdaCallback
+from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor, AutoStabilizer
-from guardbit.dashboards.loading import read
+from guardbit.dashboards.loading import LoadedRun, read
 from guardbit.dashboards.report import write_reports
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 4
+# Small: without AVX-512 a core multiplies in BF16 eight times as slowly.
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 2, 4, 16, 64, 4
 WIDTH = NUM_HEADS * HEAD_DIM
 BAD_LAYER, BAD_HEAD = 1, 2
 BAD_SITE = f"h.layers.{BAD_LAYER}.self_attn"
-SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
-NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 200, 100, 10
-
-INTRODUCTION = (
-    f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
-    f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n\n"
-    f"At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets the head's"
-    " W_Q and W_K so that all queries see the same few positions, with large, tied logits. A real"
-    " run needs thousands of steps to get there. Everything after that is measured.\n"
-)
+SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 4.0
+NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 150, 60, 10
 
 
 class SmallGPT(pl.LightningModule):
@@ -88,73 +82,73 @@ def windows(number: int, seed: int) -> list[Tensor]:
     return [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
 
 
-def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
-    """Turns one head into what a failing head looks like: a sink with large, tied logits."""
+def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: int) -> None:
+    """At `BAD_STEP` makes one head look like a failing one: a sink with large, tied logits."""
+    if trainer.global_step != BAD_STEP:
+        return
+    assert isinstance(model, SmallGPT)
     block = model.h.layers[BAD_LAYER]
     assert isinstance(block, nn.TransformerEncoderLayer)
     inputs: list[Tensor] = []
     handle = block.norm1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
     rows = slice(BAD_HEAD * HEAD_DIM, (BAD_HEAD + 1) * HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
+    randn = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        sink = F.normalize(
-            torch.randn(WIDTH, generator=generator, dtype=torch.float32, device="cpu"), dim=0
-        )
+        sink = F.normalize(randn(WIDTH), dim=0)
         model.wpe.weight[:SINK_POSITIONS] = SINK_NORM * (sink - sink.mean())
-        model(batch)
+        model(batch[:, :-1])
         handle.remove()
         common = F.normalize(inputs[0][:, SINK_POSITIONS:].mean((0, 1)), dim=0)
         apart = inputs[0][:, :SINK_POSITIONS].mean((0, 1))
         apart = F.normalize(apart - (apart @ common) * common, dim=0)
-        feature = F.normalize(
-            torch.randn(HEAD_DIM, generator=generator, dtype=torch.float32, device="cpu"), dim=0
-        )
-        query, key, _ = block.self_attn.in_proj_weight.split(WIDTH)
+        feature = F.normalize(randn(HEAD_DIM), dim=0)
+        query, key = block.self_attn.in_proj_weight.split(WIDTH)[:2]
         query[rows] += BAD_NORM * torch.outer(feature, common)
         key[rows] += BAD_NORM * torch.outer(feature, apart)
 
 
-def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: int) -> None:
-    """Makes the head diverge, at the start of step `BAD_STEP`."""
-    if trainer.global_step == BAD_STEP:
-        make_head_diverge(cast(SmallGPT, model), batch[:, :-1])
-
-
-def run_demo(run_dir: Path) -> None:
-    """Trains the small GPT with the monitor and the stabilizer, and prints what happened."""
-    console = Console(highlight=False)
-    console.print(INTRODUCTION)
-    _quieten()
-    pl.seed_everything(0, verbose=False)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        precision="bf16-mixed",
-        accelerator="cpu",
-        gradient_clip_val=1.0,
-        callbacks=[
-            AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir),
-            AutoStabilizer(),
-            RichProgressBar(),
-            LambdaCallback(on_train_batch_start=diverge),
-        ],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
-    trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
-    run = replace(read(run_dir), name="guardbit demo")
-    report = write_reports([run], run_dir / "report.html")
-    console.print(f"\n[bold]{run.judgement.headline}[/bold]")
-    console.print(
-        f"The report shows what the switch takes from head {BAD_HEAD} of {BAD_SITE}: the rounding"
-        " bias of its delta (delta_bias_abs). The large weights stay."
-    )
-    console.print(f"\nThe report: [bold]{report}[/bold]")
-
-
-def _quieten() -> None:
-    """Keeps Lightning's advice and its use of old names out of the demo's output."""
+def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
+    """Trains the small GPT twice, with and without the stabilizer, and prints what happened."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
         warnings.filterwarnings("ignore", message)
+    torch.set_num_threads(1)  # threads that share so small matrices mostly wait
+    progress.update(task, total=2 * NUM_STEPS)
+    runs: list[LoadedRun] = []
+    for name in ("corrected", "left-alone"):
+        progress.update(task, description=f"Training, {name}")
+        pl.seed_everything(0, verbose=False)
+        trainer = pl.Trainer(
+            max_epochs=1,
+            precision="bf16-mixed",
+            accelerator="cpu",
+            gradient_clip_val=1.0,
+            callbacks=[
+                AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir / name),
+                *([AutoStabilizer()] if name == "corrected" else []),
+                LambdaCallback(on_train_batch_start=diverge),
+                LambdaCallback(on_train_batch_end=lambda *_: progress.advance(task)),
+            ],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        data = cast(Dataset[Tensor], windows(NUM_STEPS * BATCH_SIZE, seed=1))
+        trainer.fit(SmallGPT(), DataLoader(data, batch_size=BATCH_SIZE))
+        runs.append(replace(read(run_dir / name), name=name))
+    report = write_reports(runs[:1], run_dir / "report.html")
+    progress.stop()
+    of_head = f"site == '{BAD_SITE}' and head == {BAD_HEAD} and indicator == 'dq_relative_error'"
+    since = f"{of_head} and step > {BAD_STEP + SAMPLED_EVERY}"  # the alarm
+    found = {run.name: run.samples.query(since).set_index("step")["value"] for run in runs}
+    errors = pd.DataFrame(found).dropna()
+    corrected, alone = errors.median()
+    typer.echo(
+        f"\nWhat rounding adds to the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, over dQ itself:"
+        f"\n\n{errors.map('{:.1%}'.format).to_string()}\n\nThe median is {corrected:.1%} in the"
+        f" corrected run and {alone:.1%} in the run left alone.\n\n"
+        f"The report of the corrected run: {typer.style(report, bold=True)}\n"
+        f"Both runs in the browser: {typer.style(f'guardbit live {run_dir}', bold=True)}"
+    )

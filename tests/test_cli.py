@@ -397,7 +397,7 @@ def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
 def test_demo_hands_its_options_on(monkeypatch, tmp_path):
     calls: list[Path] = []
     stand_in = types.ModuleType("guardbit.demo")
-    stand_in.__dict__["run_demo"] = calls.append
+    stand_in.__dict__["run_demo"] = lambda run_dir, progress, task: calls.append(run_dir)
     monkeypatch.setitem(sys.modules, "guardbit.demo", stand_in)
     assert invoke("demo").exit_code == invoke("demo", "--run-dir", "x").exit_code == 0
     assert calls == [Path("runs/demo"), Path("x")]

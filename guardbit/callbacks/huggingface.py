@@ -46,13 +46,13 @@ _training: dict["HuggingFaceMonitor", tuple[nn.Module, Trainer]] = {}
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     """Watches every attention head of the model that a `transformers.Trainer` trains.
 
-        Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
+    >>> from guardbit import HuggingFaceMonitor, Policy
+    >>> callbacks = [HuggingFaceMonitor(policy=Policy())]  # for Trainer(..., callbacks=callbacks)
 
     Loss and gradient norm are what the Trainer logs, at its own `logging_steps`. The scalars that
     `AttentionMonitor` documents go to `state.log_history` and the Trainer's reporters (`report_to`)
     at every sampled step; most reporters put ``train/`` before the key, and other callbacks'
-    `on_log` gets none. The state goes into each checkpoint's folder and is loaded from there when
-    the run is resumed.
+    `on_log` gets none. Each checkpoint's folder keeps the state, for a run that is resumed.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.

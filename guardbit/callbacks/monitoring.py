@@ -72,12 +72,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ``guardbit/module_excess``          with `audit_modules`: the worst number over its limit
     ==================================  ===========================================================
 
-    The keys are stable. They are in `trainer.callback_metrics` too, where `EarlyStopping` and
-    `ModelCheckpoint` look, with the same values on all ranks: the numbers of heads from the start,
-    the others from the first sampled step on. New alarms go as text to ``guardbit/alarms`` of
-    loggers that take text (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar
-    counts the alarmed heads once there are some. An error inside the monitor is logged once and
-    turns the stage concerned off; training goes on.
+    `EarlyStopping` and `ModelCheckpoint` find them in `trainer.callback_metrics`, the same on all
+    ranks: numbers of heads from the start, the others from the first sampled step on. New alarms go
+    as text to ``guardbit/alarms`` of W&B and TensorBoard and to Python's logger ``guardbit``; the
+    progress bar counts alarmed heads. An error inside the monitor is logged once and turns the
+    stage concerned off; training goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -350,8 +349,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none";
-            `guardbit/records.py` has a line on each.
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
         dry_run: Decide and record, but switch nothing.
         **settings: The other arguments of `guardbit.monitor.policy.Policy`.
 

@@ -34,7 +34,7 @@ _GOING_ON: dict[Ended | None, str] = {
 }
 _ADVICE: dict[State, str] = {
     "healthy": "No action needed.",
-    "unclear": f"Go on: heads need {LOSS_SAMPLES} samples of indicators that the rules read.",
+    "unclear": f"Go on training: rules need {LOSS_SAMPLES} samples of the indicators they read.",
     "warning": "Look at the loss, the largest logits and NaN.",
     "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy that does; keep a"
     " checkpoint.",

@@ -119,7 +119,7 @@ class Place:
         if name in ("CopySlices", "grad") or name.rstrip("0123456789").endswith("Backward"):
             name = f"a function of autograd ({name})"
         if not self.is_made:
-            return f"{self.tensor} that {name} gets, {where}, holds {kind} already"
+            return f"{self.tensor} holds {kind} already when {name} gets it, {where}"
         if self.tensor.startswith("sum"):
             # No sum of finite numbers is NaN, and nothing else runs between two functions.
             who = "a hook makes NaN" if kind == "NaN" else "a hook or a sum makes infinity"

@@ -96,7 +96,8 @@ _STATE = (
 class Policy:
     """Decides which heads are stabilized.
 
-    >>> policy = Policy(scope="model", quiet_steps=2000)
+    >>> from guardbit import HuggingFaceMonitor, Policy
+    >>> watch = HuggingFaceMonitor(policy=Policy(scope="model", quiet_steps=2000))
 
     A head qualifies once a rule has named it, because a needless switch is cheap. For `HOLD_STEPS`
     after the logits of all layers ran away at once, the rule must have measured the cause in it.
@@ -105,27 +106,22 @@ class Policy:
     its attention module; "model", all heads of the model, including modules that are called later.
     Heads that somebody else has switched are left alone.
 
-    Unless `escalate` is False, the scope widens for good: to the layer once three heads of it are
-    alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was switched; from
-    the layer to the model once a switched head is alarmed so late. If one is alarmed so late after
-    all heads of the model were switched, `qk_clip` bounds logits at every sampled step, which
-    changes weights (see `guardbit.monitor.actions`); without it, or if it does not help within as
-    many steps, `advice` says so.
+    Unless `escalate` is False, the scope widens for good: to the layer once three of its heads are
+    alarmed within 1,000 steps; and one wider if a head is alarmed 1,500 steps or more after its
+    switch. Once the whole model is switched, `qk_clip` then bounds logits at every sampled step,
+    which changes weights; without it, or if it has not helped either, `advice` says so.
 
-    With `always` all heads are switched at the end of the first step, without an alarm; heads of
-    modules that are called later follow at the next sampled step.
-
-    With `quiet_steps` a head goes back to "none" once no rule has named it for so long and its
-    logits are small; with a wider scope, once that holds for all heads that were switched together.
-    Heads that are alarmed again afterwards stay switched. `quiet_steps` must be longer than the
-    detectors' cool-down, after which a rule repeats itself. After two of three undoings in the
-    rescue study (docs/evidence.md) logits grew again.
+    With `quiet_steps` heads go back to "none" once no rule has named one of those switched together
+    for that many steps and their logits are small. Heads that are alarmed again stay switched. Make
+    it longer than the detectors' cool-down, after which a rule repeats itself. After two of three
+    undoings in the rescue study (docs/evidence.md) logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
         scope: Which heads, one of `SCOPES`.
-        always: Whether to switch all heads from the start, without an alarm.
-        escalate: Whether the scope widens where a switch does not help.
+        always: Whether to switch all heads at the end of the first step, without an alarm; heads of
+            modules that are called later follow at the next sampled step.
+        escalate: Whether the scope widens if a switch does not help.
         quiet_steps: Steps without an alarm after which a switch is undone; None for never.
         qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
             `escalate`. MuonClip uses 100 (arXiv 2507.20534).

@@ -270,7 +270,7 @@ def test_a_value_of_the_batch_is_said_to_come_with_it():
     x = torch.ones(2, WIDTH)
     x[1, 3] = math.nan
     found = located(model, lambda: model(x).mean(), batch=[{"x": x}])
-    assert str(found) == "the batch that linear gets, in module '0', holds NaN already"
+    assert str(found) == "the batch holds NaN already when linear gets it, in module '0'"
 
 
 def test_a_value_that_no_call_made_is_not_put_down_to_the_batch():

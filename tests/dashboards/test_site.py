@@ -11,7 +11,7 @@ import pytest
 import guardbit
 from guardbit import metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,13 @@ def test_the_reference_has_every_public_name(site):
     page = (site / "metrics.html").read_text(encoding="utf-8")
     updates = re.findall(r'<h3 id="guardbit\.metrics\.(\w+)\.update"', page)
     assert set(updates) == {one.__name__ for one in metrics._CLASSES}
+
+
+def test_search_works_from_disk(site, new_page):
+    page = new_page("file:", "data:")
+    page.goto((site / "index.html").as_uri())
+    page.fill(".md-search__input", "dropout")
+    page.wait_for_selector(".md-search-result__item a[href*='guarantees.html']", state="attached")
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
