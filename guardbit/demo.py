@@ -146,7 +146,7 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
     errors = pd.DataFrame(found).dropna()
     corrected, alone = errors.median()
     typer.echo(
-        f"\nWhat rounding adds to the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, over dQ itself:"
+        f"\nRounding's error in the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, relative to dQ:"
         f"\n\n{errors.map('{:.1%}'.format).to_string()}\n\nThe median is {corrected:.1%} in the"
         f" corrected run and {alone:.1%} in the run left alone.\n\n"
         f"The report of the corrected run: {typer.style(report, bold=True)}\n"

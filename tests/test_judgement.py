@@ -503,7 +503,7 @@ def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy(sa
     assert having(8).state == "healthy"
     said("3 of 10 samples lack attention", f"{having(7).headline}\n{having(7).advice}")
     assert "in 3 of the sampled steps" in having(7).headline
-    assert having(4, weights=5).advice.startswith("Go on: ")
+    assert having(4, weights=5).advice.startswith("Go on training: ")
     # Weights go on to be measured after the last call.
     of = [one for one in samples(norm=lambda step: 1.0) if one.site == "" or one.step < 4000
           or one.indicator != "max_logit"]  # fmt: skip
