@@ -32,7 +32,7 @@ def test_it_is_no_alarm_and_says_what_was_found():
     (found,) = Detectors((LargeError(),)).update(samples([0.0, -0.3]))
     assert found.role == Role(is_advisory=True)
     assert found.why.startswith(
-        "one audit of head 1 finds an error of 0.3 of dQ along the top direction of its W_Q"
+        "one audit finds dQ of head 1 wrong by 0.3 of its size along the top direction of its W_Q"
     )
 
 
