@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 from typing import Any
 
@@ -392,15 +391,6 @@ def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
     tmp_path.joinpath("file").write_text("")
     result = invoke("demo", *options, "--run-dir", tmp_path / "file" / "run")
     check_refused(result, f"to {tmp_path}/file/run (Not a directory): give another folder by --run")
-
-
-def test_demo_hands_its_options_on(monkeypatch, tmp_path):
-    calls: list[Path] = []
-    stand_in = types.ModuleType("guardbit.demo")
-    stand_in.__dict__["run_demo"] = lambda run_dir, progress, task: calls.append(run_dir)
-    monkeypatch.setitem(sys.modules, "guardbit.demo", stand_in)
-    assert invoke("demo").exit_code == invoke("demo", "--run-dir", "x").exit_code == 0
-    assert calls == [Path("runs/demo"), Path("x")]
 
 
 def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypatch):

@@ -36,9 +36,7 @@ def masked(text):
     return " ".join(re.sub(r"\d[\d.]*", "N", text).split())
 
 
-def test_the_planted_head_is_found_and_only_the_corrected_run_loses_its_error(
-    tmp_path, monkeypatch, caplog
-):
+def test_only_the_corrected_run_loses_the_error_of_its_head(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(demo, "NUM_STEPS", 110)
     threads = torch.get_num_threads()
     result = CliRunner().invoke(app, ["demo", "--run-dir", str(tmp_path)])
@@ -48,21 +46,19 @@ def test_the_planted_head_is_found_and_only_the_corrected_run_loses_its_error(
     for events in (corrected, alone):
         first = events[events.kind == "alarm"].iloc[0]
         assert (first.step, first.site) == (70, demo.BAD_SITE) and first.heads == (demo.BAD_HEAD,)
-    assert set(corrected[corrected.kind == "switch"].step) == {70} and "switch" not in set(
-        alone.kind
-    )
+    switches = [set(events[events.kind == "switch"].step) for events in (corrected, alone)]
+    assert switches == [{70}, set()]
     # README shows what the log says, but for numbers that the processor's sums change.
     page = Path(guardbit.__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     block = re.findall(r"```\n(GuardBit: .*?)```", page, re.DOTALL)[0]
     shown = {masked(one) for one in re.split(r"\n(?=GuardBit:)", block)}
     assert len(shown) == 2 and shown <= set(map(masked, caplog.messages))
-    # Measured: 1 % and 60 %; without AVX-512 0.6 % and 100 %.
+    # Measured: 2 % and 600 %; without AVX-512 1 % and 160 %.
     least, most = map(float, re.findall(r"([\d.]+)% in the", " ".join(result.output.split())))
     assert least < 30 and most > 60
     assert result.output.startswith("\nA small GPT") and "half a minute" in result.output
-    for shown in (tmp_path / "report.html", f"guardbit live {tmp_path}"):
-        assert str(shown) in result.output
-    assert (tmp_path / "report.html").is_file()
+    assert (tmp_path / "report.html").is_file() and f"{tmp_path}/report.html" in result.output
+    assert f"guardbit live {tmp_path}" in result.output
     frames = [read_run(tmp_path / name) for name in ("corrected", "left-alone")]
     losses = [frame[frame.indicator == "loss"].set_index("step").value for frame in frames]
     assert (losses[0] == losses[1]).loc[:70].all() and (losses[0] != losses[1]).loc[71:].any()
