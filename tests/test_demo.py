@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import torch
 from typer.testing import CliRunner
 
 import guardbit
@@ -38,9 +37,7 @@ def masked(text):
 
 def test_only_the_corrected_run_loses_the_error_of_its_head(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(demo, "NUM_STEPS", 110)
-    threads = torch.get_num_threads()
     result = CliRunner().invoke(app, ["demo", "--run-dir", str(tmp_path)])
-    torch.set_num_threads(threads)
     assert result.exit_code == 0, result.output
     corrected, alone = (read_events(tmp_path / name) for name in ("corrected", "left-alone"))
     for events in (corrected, alone):
