@@ -26,7 +26,7 @@ from guardbit.kernels.key_shifts import CENTERED, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.runtime import SiteState, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
+from guardbit.kernels.tensors import device_constant, strides_of
 
 
 class Call(NamedTuple):
@@ -305,9 +305,8 @@ def _by_engine(
     state.launches["forward", engine.name] += 1
     if lse is None or lse.numel() == 0:
         return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    if lse.shape != q.shape[:-1]:
-        lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
-    return out, lse
+    lse = lse.flatten(2)
+    return out, lse if lse.size(2) == q.size(2) else lse[..., : q.size(2)]
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -338,8 +337,9 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
     """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
     if x.stride() == like.stride():
         return x
-    promised = torch.empty_like(like, dtype=x.dtype)
-    return x if x.stride() == promised.stride() else promised.copy_(x)
+    if x.stride() == strides_of(torch.empty_like, like.shape, like.stride()):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 # --- backward ------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from guardbit.kernels.tensors import (
     device_constant,
     is_autocast,
     promise_aligned_outputs,
+    strides_of,
 )
 from guardbit.records import STABILIZERS
 
@@ -358,15 +359,6 @@ def _laid_out(q: Tensor, width: int, rows_first: bool) -> Tensor:
     return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
 
 
-@lru_cache(maxsize=1024)
-def _strides(
-    shape: tuple[int, ...], strides: tuple[int, ...], width: int, rows_first: bool
-) -> tuple[int, ...]:
-    """Strides of what `_laid_out` makes, without its memory."""
-    q = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
-    return _laid_out(q, width, rows_first).stride()
-
-
 def _packed(
     call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, ran: Ran, *drawn: Tensor
 ) -> Saved:
@@ -381,7 +373,7 @@ def _packed(
     if call.traced:
         number = number.clone()
         q, width, rows_first = call.q, call.v.size(3), call.library is not None
-        if out.stride() != _strides(q.shape, q.stride(), width, rows_first):
+        if out.stride() != strides_of(_laid_out, q.shape, q.stride(), width, rows_first):
             out = laid_out_as(out, _laid_out(q, width, rows_first))
         out, lse, residual = map(aligned, (out, lse, residual))
     return Saved(out, lse, residual, number, *drawn)
@@ -594,11 +586,12 @@ class _Attention(torch.autograd.Function):
         site = call.site.detach()
         ctx.save_for_backward(*_tensors_of(call, site), *saved)
         ctx.numbers = _numbers_of(call)
-        _, *others = saved
-        ctx.mark_non_differentiable(*others)
+        # Each takes autograd time, and only the op returns all of them.
+        returned = tuple(saved) if by_op else saved[:2]
+        ctx.mark_non_differentiable(*returned[1:])
         ctx.set_materialize_grads(False)
         ctx.read, ctx.by_op = None, by_op
-        return tuple(saved)
+        return returned
 
     @staticmethod
     @guard.again(runtime.tell_fault)

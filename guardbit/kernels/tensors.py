@@ -58,6 +58,15 @@ def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.d
     return host.to(device, non_blocking=True)
 
 
+@functools.lru_cache(maxsize=1024)
+def strides_of(
+    make: Callable[..., Tensor], shape: tuple[int, ...], strides: tuple[int, ...], *others: Any
+) -> tuple[int, ...]:
+    """Returns the strides of what a function makes of a tensor, without its memory."""
+    x = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
+    return make(x, *others).stride()
+
+
 # --- alignment -----------------------------------------------------------------------------------
 
 # Inductor assumes that an op's outputs are unaligned if one of its inputs may be, and that every

@@ -296,7 +296,6 @@ def backward(
         "CAUSAL": causal is not False,
         "HEAD_DIM": head_dim,
         "WIDTH": width,
-        **launch.COMPILER_OPTIONS,
     }
     if q.numel():
         launch.run(
@@ -306,9 +305,7 @@ def backward(
             launch.strides(q, k, v, out, residual, d_out, dq),
             (computed_heads, *shared),
             **options,
-            BLOCK_M=query_tile.block_m,
-            BLOCK_N=query_tile.block_n,
-            **query_tile.options,
+            **query_tile.constants,
         )
     if k.numel():
         launch.run(
@@ -319,8 +316,6 @@ def backward(
             (kv_heads, *shared),
             **options,
             BOUNDED=seqlen_q % key_tile.block_m != 0,
-            BLOCK_M=key_tile.block_m,
-            BLOCK_N=key_tile.block_n,
-            **key_tile.options,
+            **key_tile.constants,
         )
     return Gradients(dq, dk, dv)

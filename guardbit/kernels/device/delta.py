@@ -267,7 +267,7 @@ def carry_compensated_delta(
         WIDTH=launch.padded_width(head_dim),
         BLOCK_M=_CARRY_ROWS,
         num_warps=4,
-        **launch.COMPILER_OPTIONS,
+        enable_fp_fusion=True,
     )
     return into
 

@@ -279,10 +279,7 @@ def forward(
         DROPOUT=dropout is not None,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-        **launch.COMPILER_OPTIONS,
+        **tile.constants,
     )
     return Forward(out, lse, residual)
 

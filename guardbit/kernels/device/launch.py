@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
@@ -18,9 +19,6 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 from guardbit.records import STABILIZERS
-
-#: Set explicitly, so that every version of Triton fuses the same sums.
-COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 def device_codes(stabilizers: Sequence[str], device: torch.device) -> Tensor:
@@ -75,6 +73,19 @@ def can_use_tma(x: Tensor) -> bool:
     )
 
 
+# Compiled kernels with their compile-time arguments, by all that Triton compiles anew for. Its own
+# look at every argument takes longer than the rest of a launch. On ROCm it looks at more.
+_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+_MOST_COMPILED = 0 if torch.version.hip else 1024
+
+
+def _kind(x: Any) -> Hashable:
+    """Returns what Triton looks at of a tensor, or of the descriptor of one."""
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    return x.dtype, x.data_ptr() % 16
+
+
 def run(
     kernel: Any,
     programs: int,
@@ -83,9 +94,21 @@ def run(
     numbers: tuple[Any, ...],
     **constants: Any,
 ) -> None:
-    device = tensors[0].device
+    device, arguments = tensors[0].device, (*tensors, *strides, *numbers)
+    # Also the kinds of the numbers: 1 and 1.0 are equal. By its own hash a kernel would take long.
+    kinds = (*map(_kind, tensors), *map(type, numbers))
+    key = (id(kernel), device, kinds, strides, numbers, *constants.values())
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*tensors, *strides, *numbers, **constants)
+        if (found := _compiled.get(key)) is not None:
+            compiled, values = found
+            compiled[programs, 1, 1](*arguments, *values)
+            return
+        compiled = kernel[(programs,)](*arguments, **constants)
+    if len(_compiled) >= _MOST_COMPILED:
+        _compiled.clear()
+    if compiled is not None and _MOST_COMPILED:  # it is None in the interpreter
+        values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        _compiled[key] = compiled, values
 
 
 def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
@@ -142,9 +165,6 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
             "WIDTH": width,
             "VALUE_DIM": value_dim,
             "VALUE_WIDTH": value_width,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            **tile.options,
-            **COMPILER_OPTIONS,
+            **tile.constants,
         },
     )

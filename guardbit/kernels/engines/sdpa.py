@@ -22,6 +22,7 @@ from guardbit.kernels.engines.base import (
     philox_of,
 )
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import strides_of
 
 #: PyTorch's own function, from a place where nobody replaces it: `F.scaled_dot_product_attention`
 #: may be another function by now.
@@ -106,8 +107,9 @@ class CuDNN(Engine):
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
         """Lays O' out as q: PyTorch's cached graph stores q's strides, not out's."""
-        wanted = torch.empty_like(q) if q.shape == out.shape else out
-        return out if out.stride() == wanted.stride() else wanted.copy_(out)
+        wanted = strides_of(torch.empty_like, q.shape, q.stride())
+        is_alike = q.shape != out.shape or out.stride() == wanted
+        return out if is_alike else torch.empty_like(q).copy_(out)
 
 
 class Efficient(Engine):
