@@ -16,7 +16,6 @@ lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a
 the places of their documents.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -36,7 +35,7 @@ from guardbit.kernels.engines import (
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once
-from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
+from guardbit.kernels.heads import Call, Ran, Saved, inputs_of
 from guardbit.kernels.runtime import AttentionCall, is_traced, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
 from guardbit.kernels.tensors import (
@@ -44,6 +43,7 @@ from guardbit.kernels.tensors import (
     autocast_tensors,
     device_constant,
     is_autocast,
+    laid_out_as,
     promise_aligned_outputs,
     strides_of,
 )
@@ -313,17 +313,15 @@ def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
 # are made outside inference mode, because no training step can save an inference tensor. A compiler
 # may use the memory of what an op returns again, so it gets copies, but not of empty tensors.
 
-_next_number = itertools.count()
-#: What ran forwards, by the number in `Saved.ran`.
-_ran: dict[int, Ran] = {}
+#: What ran forwards; the number in `Saved.ran` is an index.
+_ran: list[Ran] = []
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _number_of_ran(ran: Ran) -> Tensor:
-    number = next(_next_number)
-    _ran[number] = ran
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
+    _ran.append(ran)
+    return torch.tensor(_ran.index(ran), dtype=torch.int64, device="cpu")
 
 
 def ran_of(saved: Saved) -> Ran:
@@ -449,7 +447,7 @@ def _forward_by_pytorch(call: Call) -> Saved:
         engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
     except Exception:
         engine = engines.engine_of(SDPBackend.MATH.value, q.is_cuda, q.size(-1))
-    ran = Ran(engine, False, False, ("none",) * call.heads, by_pytorch=True)
+    ran = Ran(engine, False, False, ("none",) * call.q.size(1), by_pytorch=True)
     lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
     return _packed(call, out, lse, None, ran, *drawn)
 
@@ -489,14 +487,14 @@ def _report(
 
     def uncorrected() -> Tensor:
         with runtime.site(site).uncounted():
-            plain = ran._replace(names=("none",) * call.heads)
+            plain = ran._replace(names=("none",) * call.q.size(1))
             return heads.backward(call, d_out, saved, plain).gradients.dq
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
     plan, used = heads.plan_of(found.names, call.native), found.carrier
     if ran.engine is not None and ran.engine.backend == SDPBackend.MATH:
         # It takes delta from P, and from an O in the heads of our own backward only.
-        others = tuple(head for head in range(call.heads) if head not in plan.own)
+        others = tuple(head for head in range(call.q.size(1)) if head not in plan.own)
         index = device_constant(others, torch.int64, used.device)
         used = used.index_fill(1, index, torch.nan) if plan.own else None
     observer(

@@ -67,6 +67,15 @@ def strides_of(
     return make(x, *others).stride()
 
 
+def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
+    if x.stride() == like.stride():
+        return x
+    if x.stride() == strides_of(torch.empty_like, like.shape, like.stride()):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
 # --- alignment -----------------------------------------------------------------------------------
 
 # Inductor assumes that an op's outputs are unaligned if one of its inputs may be, and that every

@@ -32,6 +32,7 @@ from guardbit.kernels.device.primitives import (
 )
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Gradients
+from guardbit.kernels.tensors import device_constant
 from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
@@ -275,7 +276,8 @@ def backward(
     batch, computed_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(stabilizers, q.device)
+    codes = tuple(map(STABILIZERS.index, stabilizers))
+    codes = device_constant(codes, torch.int8, q.device)
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
@@ -288,7 +290,8 @@ def backward(
     random, dropped = (codes, lse), (computed_heads, 0, 1.0)
     if dropout is not None:
         query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
-        random = (launch.device_head_ids(dropout.head_ids, q.device), dropout.philox_key)
+        ids = device_constant(dropout.head_ids, torch.int32, q.device)
+        random = (ids, dropout.philox_key)
         dropped = (dropout.num_heads, dropout.threshold, dropout.factor)
     shared = (computed_heads // kv_heads, seqlen_q, seqlen_k, shift, scale, *dropped)
     options = {
@@ -300,7 +303,7 @@ def backward(
     if q.numel():
         launch.run(
             query_gradients_kernel,
-            triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,
+            -(-seqlen_q // query_tile.block_m) * batch * computed_heads,
             (q, k, v, out, residual, d_out, lse, codes, dq, statistics, *random),
             launch.strides(q, k, v, out, residual, d_out, dq),
             (computed_heads, *shared),
@@ -310,7 +313,7 @@ def backward(
     if k.numel():
         launch.run(
             key_gradients_kernel,
-            triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,
+            -(-seqlen_k // key_tile.block_n) * batch * kv_heads,
             (q, k, v, d_out, statistics, dk, dv, *random),
             launch.strides(q, k, v, d_out, dk, dv),
             (kv_heads, *shared),

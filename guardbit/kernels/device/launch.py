@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +16,7 @@ from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
 from guardbit.kernels.tiles import Kernel, Tile
-from guardbit.records import STABILIZERS
-
-
-def device_codes(stabilizers: Sequence[str], device: torch.device) -> Tensor:
-    """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    codes = tuple(STABILIZERS.index(name) for name in stabilizers)
-    return device_constant(codes, torch.int8, device)
-
-
-def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copies the numbers of some heads to the device, INT32 `(C,)`."""
-    return device_constant(head_ids, torch.int32, device)
-
 
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
 _SMALLEST_SCALE = 2.0**-126
@@ -73,17 +59,17 @@ def can_use_tma(x: Tensor) -> bool:
     )
 
 
-# Compiled kernels with their compile-time arguments, by all that Triton compiles anew for. Its own
-# look at every argument takes longer than the rest of a launch. On ROCm it looks at more.
-_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-_MOST_COMPILED = 0 if torch.version.hip else 1024
-
-
 def _kind(x: Any) -> Hashable:
     """Returns what Triton looks at of a tensor, or of the descriptor of one."""
     if isinstance(x, TensorDescriptor):
         return x.base.dtype, *x.block_shape
     return x.dtype, x.data_ptr() % 16
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _compiled(*_: Hashable) -> list[Any]:
+    """Returns a list, empty at first, of what Triton compiled for these: all it may do anew for."""
+    return []
 
 
 def run(
@@ -95,20 +81,19 @@ def run(
     **constants: Any,
 ) -> None:
     device, arguments = tensors[0].device, (*tensors, *strides, *numbers)
-    # Also the kinds of the numbers: 1 and 1.0 are equal. By its own hash a kernel would take long.
-    kinds = (*map(_kind, tensors), *map(type, numbers))
-    key = (id(kernel), device, kinds, strides, numbers, *constants.values())
+    # Triton's own look at every argument takes longer than the rest of a launch, and so would the
+    # kernel's own hash.
+    known = _compiled(
+        id(kernel), device, strides, *numbers, *constants.values(), *map(_kind, tensors)
+    )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if (found := _compiled.get(key)) is not None:
-            compiled, values = found
-            compiled[programs, 1, 1](*arguments, *values)
+        if known:
+            known[0][programs, 1, 1](*arguments, *known[1:])
             return
         compiled = kernel[(programs,)](*arguments, **constants)
-    if len(_compiled) >= _MOST_COMPILED:
-        _compiled.clear()
-    if compiled is not None and _MOST_COMPILED:  # it is None in the interpreter
-        values = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _compiled[key] = compiled, values
+    # The interpreter returns none, and on ROCm Triton looks at more.
+    if compiled is not None and torch.version.hip is None:
+        known[:] = compiled, *(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
 def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:

@@ -315,7 +315,6 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> seen.Heads:
     """Query heads, key heads and head size; zeros where the tensors do not show them."""
     if q is None or k is None or min(q.dim(), k.dim()) < 2:
         return 0, 0, 0
-    # No generators: this runs at every call.
     for x in (q, k):
         if x.is_nested and (x.layout is torch.strided or x.dim() != 4):
             return 0, 0, 0
