@@ -33,7 +33,6 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
 
 
 @triton.jit
@@ -163,7 +162,7 @@ def exact_query_gradient(
 ) -> Tensor:
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
-    ids = device_constant(tuple(head_ids), torch.int32, q.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
     dq = q.new_empty((batch, len(ids), seqlen_q, head_dim), dtype=torch.float32)
     call = launch.prepare(spec, q, v, "audit", dq)
     if not dq.numel():

@@ -32,7 +32,6 @@ from guardbit.kernels.device.primitives import (
 )
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Gradients
-from guardbit.kernels.tensors import device_constant
 from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
@@ -276,8 +275,7 @@ def backward(
     batch, computed_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = tuple(map(STABILIZERS.index, stabilizers))
-    codes = device_constant(codes, torch.int8, q.device)
+    codes = launch.device_constant(tuple(map(STABILIZERS.index, stabilizers)), torch.int8, q.device)
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
@@ -290,7 +288,7 @@ def backward(
     random, dropped = (codes, lse), (computed_heads, 0, 1.0)
     if dropout is not None:
         query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
-        ids = device_constant(dropout.head_ids, torch.int32, q.device)
+        ids = launch.device_constant(dropout.head_ids, torch.int32, q.device)
         random = (ids, dropout.philox_key)
         dropped = (dropout.num_heads, dropout.threshold, dropout.factor)
     shared = (computed_heads // kv_heads, seqlen_q, seqlen_k, shift, scale, *dropped)

@@ -50,7 +50,6 @@ from guardbit.kernels.reference.delta import (
     Carried,
 )
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
 
 _FIRST = tl.constexpr(FIRST_COLUMNS)
 _ENOUGH, _HALF_STEP = tl.constexpr(ENOUGH), tl.constexpr(HALF_STEP)
@@ -255,7 +254,7 @@ def carry_compensated_delta(
             into.copy_(out)
     d_out, out, residual = map(launch.rows_adjacent, (d_out, out, residual))
     batch, _, seqlen_q, head_dim = out.shape
-    ids = device_constant(tuple(head_ids), torch.int32, out.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, out.device)
     if not out.numel():
         return into
     launch.run(
@@ -456,7 +455,7 @@ def exact_delta(
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k, value_dim = v.shape[1:]
-    ids = device_constant(tuple(head_ids), torch.int32, q.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
     delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
     call = launch.prepare(spec, q, v, "delta", delta)
     if not delta.numel():

@@ -34,7 +34,6 @@ from guardbit.kernels.device.primitives import (
 from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
-from guardbit.kernels.tensors import device_constant
 from guardbit.records import STABILIZERS
 
 # A head's code in the device array: its place in STABILIZERS.
@@ -245,8 +244,7 @@ def forward(
     kv_heads, seqlen_k = k.shape[1:3]
     computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = tuple(map(STABILIZERS.index, stabilizers))
-    codes = device_constant(codes, torch.int8, q.device)
+    codes = launch.device_constant(tuple(map(STABILIZERS.index, stabilizers)), torch.int8, q.device)
     out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers
@@ -263,7 +261,7 @@ def forward(
         tile = tile.for_dropout
         philox_key, threshold, factor = dropout.philox_key, dropout.threshold, dropout.factor
     kept = out if residual is None else residual
-    ids = device_constant(computed, torch.int32, q.device)
+    ids = launch.device_constant(computed, torch.int32, q.device)
     counts = num_heads, len(computed), num_heads // kv_heads, seqlen_q, seqlen_k, shift
     scales = size_of_scale, size_of_scale * math.log2(math.e), eps / size_of_scale
     shift_turns = (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN)

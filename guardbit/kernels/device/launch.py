@@ -16,6 +16,7 @@ from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import device_constant as device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
@@ -81,8 +82,7 @@ def run(
     **constants: Any,
 ) -> None:
     device, arguments = tensors[0].device, (*tensors, *strides, *numbers)
-    # Triton's own look at every argument takes longer than the rest of a launch, and so would the
-    # kernel's own hash.
+    # Triton's look at every argument takes longer than the rest, and so would the kernel's hash.
     known = _compiled(
         id(kernel), device, strides, *numbers, *constants.values(), *map(_kind, tensors)
     )
