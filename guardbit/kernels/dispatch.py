@@ -66,6 +66,7 @@ def on_triton(backend: str, q: Tensor) -> bool:
     return not obstacle
 
 
+@lru_cache
 def launcher(name: str, triton: bool) -> Callable[..., Any]:
     home = f"guardbit.kernels.device.{_LAUNCHERS[name]}"
     return getattr(import_module(home) if triton else reference, name)

@@ -26,7 +26,7 @@ from guardbit.kernels.key_shifts import CENTERED, shift_keys, shift_of_lse
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.runtime import SiteState, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
+from guardbit.kernels.tensors import device_constant, laid_out_as
 
 
 class Call(NamedTuple):
@@ -52,10 +52,6 @@ class Call(NamedTuple):
     training: bool = False  # whether a gradient will be asked for
     # Whether a compiled graph reserves memory for the residual of `compensated`.
     keeps_residual: bool = True
-
-    @property
-    def heads(self) -> int:
-        return self.q.size(1)
 
 
 class Saved(NamedTuple):
@@ -237,7 +233,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     if keys.shift is not None:
         call = call._replace(k=keys.k)
     found, own, residual, on_triton = None, None, None, False
-    if engine is not None and len(plan.own) < call.heads:
+    if engine is not None and len(plan.own) < call.q.size(1):
         # Runs first, so that it draws the same random numbers as without GuardBit.
         found = _by_engine(call, state, engine, random, generator_state)
     if plan.own:
@@ -305,9 +301,8 @@ def _by_engine(
     state.launches["forward", engine.name] += 1
     if lse is None or lse.numel() == 0:
         return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    if lse.shape != q.shape[:-1]:
-        lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
-    return out, lse
+    lse = lse.flatten(2)
+    return out, lse if lse.size(2) == q.size(2) else lse[..., : q.size(2)]
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -324,7 +319,7 @@ def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
     """Returns what our kernels drop in their heads, or None."""
     if call.spec.dropout_p == 0:
         return None
-    return Dropout(call.spec.dropout_p, random[2], plan.own, call.heads)
+    return Dropout(call.spec.dropout_p, random[2], plan.own, call.q.size(1))
 
 
 def _count_launches(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
@@ -332,14 +327,6 @@ def _count_launches(state: SiteState, way: str, plan: Plan, on_triton: bool) -> 
         state.launches[way, name] += 1
     if on_triton:
         state.launches[way, "triton"] += 1
-
-
-def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
-    """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
-    if x.stride() == like.stride():
-        return x
-    promised = torch.empty_like(like, dtype=x.dtype)
-    return x if x.stride() == promised.stride() else promised.copy_(x)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -391,7 +378,7 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResul
     if own is None:
         return BackwardResult(by_engine(d_out), carried, plan.names)
     _count_launches(state, "backward", plan, ran.on_triton)
-    if engine is None or len(plan.own) == call.heads:
+    if engine is None or len(plan.own) == call.q.size(1):
         return BackwardResult(own, carried, plan.names)
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
@@ -424,7 +411,7 @@ def _carried(
 def _by_ours(call: Call, d_out: Tensor, saved: Saved, on_triton: bool, plan: Plan) -> Gradients:
     q, k, v, out, lse = call.q, call.k, call.v, saved.out, saved.lse
     residual = saved.residual if plan.compensated else None
-    if len(plan.own) < call.heads:
+    if len(plan.own) < call.q.size(1):
         # Each query head gets a copy of its key head.
         group = q.size(1) // k.size(1)
         index = device_constant(plan.own, torch.int64, q.device)

@@ -16,7 +16,6 @@ lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`. Packed sequences have a
 the places of their documents.
 """
 
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -36,7 +35,7 @@ from guardbit.kernels.engines import (
     library_engine,
 )
 from guardbit.kernels.engines.base import drawing_once
-from guardbit.kernels.heads import Call, Ran, Saved, inputs_of, laid_out_as
+from guardbit.kernels.heads import Call, Ran, Saved, inputs_of
 from guardbit.kernels.runtime import AttentionCall, is_traced, number_of, read, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, Documents
 from guardbit.kernels.tensors import (
@@ -44,7 +43,9 @@ from guardbit.kernels.tensors import (
     autocast_tensors,
     device_constant,
     is_autocast,
+    laid_out_as,
     promise_aligned_outputs,
+    strides_of,
 )
 from guardbit.records import STABILIZERS
 
@@ -312,17 +313,15 @@ def _call_of_backward(arguments: tuple[Any, ...]) -> tuple[Call, Tensor, Saved]:
 # are made outside inference mode, because no training step can save an inference tensor. A compiler
 # may use the memory of what an op returns again, so it gets copies, but not of empty tensors.
 
-_next_number = itertools.count()
-#: What ran forwards, by the number in `Saved.ran`.
-_ran: dict[int, Ran] = {}
+#: What ran forwards; the number in `Saved.ran` is an index.
+_ran: list[Ran] = []
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _number_of_ran(ran: Ran) -> Tensor:
-    number = next(_next_number)
-    _ran[number] = ran
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
+    _ran.append(ran)
+    return torch.tensor(_ran.index(ran), dtype=torch.int64, device="cpu")
 
 
 def ran_of(saved: Saved) -> Ran:
@@ -358,15 +357,6 @@ def _laid_out(q: Tensor, width: int, rows_first: bool) -> Tensor:
     return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
 
 
-@lru_cache(maxsize=1024)
-def _strides(
-    shape: tuple[int, ...], strides: tuple[int, ...], width: int, rows_first: bool
-) -> tuple[int, ...]:
-    """Strides of what `_laid_out` makes, without its memory."""
-    q = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
-    return _laid_out(q, width, rows_first).stride()
-
-
 def _packed(
     call: Call, out: Tensor, lse: Tensor, residual: Tensor | None, ran: Ran, *drawn: Tensor
 ) -> Saved:
@@ -381,7 +371,7 @@ def _packed(
     if call.traced:
         number = number.clone()
         q, width, rows_first = call.q, call.v.size(3), call.library is not None
-        if out.stride() != _strides(q.shape, q.stride(), width, rows_first):
+        if out.stride() != strides_of(_laid_out, q.shape, q.stride(), width, rows_first):
             out = laid_out_as(out, _laid_out(q, width, rows_first))
         out, lse, residual = map(aligned, (out, lse, residual))
     return Saved(out, lse, residual, number, *drawn)
@@ -457,7 +447,7 @@ def _forward_by_pytorch(call: Call) -> Saved:
         engine = engines.choose(q, k, v, spec, call.training, call.wants_mask)
     except Exception:
         engine = engines.engine_of(SDPBackend.MATH.value, q.is_cuda, q.size(-1))
-    ran = Ran(engine, False, False, ("none",) * call.heads, by_pytorch=True)
+    ran = Ran(engine, False, False, ("none",) * call.q.size(1), by_pytorch=True)
     lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
     return _packed(call, out, lse, None, ran, *drawn)
 
@@ -497,14 +487,14 @@ def _report(
 
     def uncorrected() -> Tensor:
         with runtime.site(site).uncounted():
-            plain = ran._replace(names=("none",) * call.heads)
+            plain = ran._replace(names=("none",) * call.q.size(1))
             return heads.backward(call, d_out, saved, plain).gradients.dq
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
     plan, used = heads.plan_of(found.names, call.native), found.carrier
     if ran.engine is not None and ran.engine.backend == SDPBackend.MATH:
         # It takes delta from P, and from an O in the heads of our own backward only.
-        others = tuple(head for head in range(call.heads) if head not in plan.own)
+        others = tuple(head for head in range(call.q.size(1)) if head not in plan.own)
         index = device_constant(others, torch.int64, used.device)
         used = used.index_fill(1, index, torch.nan) if plan.own else None
     observer(
@@ -594,11 +584,12 @@ class _Attention(torch.autograd.Function):
         site = call.site.detach()
         ctx.save_for_backward(*_tensors_of(call, site), *saved)
         ctx.numbers = _numbers_of(call)
-        _, *others = saved
-        ctx.mark_non_differentiable(*others)
+        # Each takes autograd time, and only the op returns all of them.
+        returned = tuple(saved) if by_op else saved[:2]
+        ctx.mark_non_differentiable(*returned[1:])
         ctx.set_materialize_grads(False)
         ctx.read, ctx.by_op = None, by_op
-        return tuple(saved)
+        return returned
 
     @staticmethod
     @guard.again(runtime.tell_fault)

@@ -80,6 +80,7 @@ class _Setting(NamedTuple):
 
 
 _BEFORE_ANY = _Setting(None, at_rest=False)
+_ONLY_NONE = frozenset({"none"})
 
 
 @dataclass(slots=True)
@@ -177,7 +178,8 @@ class SiteState:
     def is_idle(self) -> bool:
         """Whether the forward that began may be left to PyTorch's function."""
         switched, at_rest = self._setting
-        return at_rest and not {*self.requested, *self.own(switched or ())} - {"none"}
+        asked = self.requested if switched is None else (*self.requested, *self.own(switched))
+        return at_rest and _ONLY_NONE.issuperset(asked)
 
     @property
     def is_unobserved(self) -> bool:
@@ -451,8 +453,7 @@ def read(numbers: Tensor) -> Any:
         return numbers.tolist()
 
 
-def number_of(site: Tensor) -> int:
-    return read(site)
+number_of: Callable[[Tensor], int] = read
 
 
 def is_traced() -> bool:

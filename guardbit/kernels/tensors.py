@@ -58,6 +58,24 @@ def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.d
     return host.to(device, non_blocking=True)
 
 
+@functools.lru_cache(maxsize=1024)
+def strides_of(
+    make: Callable[..., Tensor], shape: tuple[int, ...], strides: tuple[int, ...], *others: Any
+) -> tuple[int, ...]:
+    """Returns the strides of what a function makes of a tensor, without its memory."""
+    x = torch.empty_strided(shape, strides, dtype=torch.int8, device="meta")
+    return make(x, *others).stride()
+
+
+def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
+    if x.stride() == like.stride():
+        return x
+    if x.stride() == strides_of(torch.empty_like, like.shape, like.stride()):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
 # --- alignment -----------------------------------------------------------------------------------
 
 # Inductor assumes that an op's outputs are unaligned if one of its inputs may be, and that every

@@ -33,7 +33,12 @@ class Tile(NamedTuple):
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "maxnreg": self.max_registers,
+            "enable_fp_fusion": True,  # said, so that all versions of Triton fuse the same sums
         }
+
+    @property
+    def constants(self) -> dict[str, int | None]:
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, **self.options}
 
     @property
     def for_dropout(self) -> Self:

@@ -108,7 +108,7 @@ def source_of(kernel, constants, dtype, pointers):
 def variants(architecture):
     """Yields a `Variant` of each entry with all stabilizers and bounds, and those with more."""
     from guardbit.kernels import tiles
-    from guardbit.kernels.device import audit, backward, delta, forward, launch, shadow
+    from guardbit.kernels.device import audit, backward, delta, forward, shadow
 
     some_heads = {"COMPENSATED": 1, "ROW_MAX": 1}
     kernels = {
@@ -158,7 +158,7 @@ def variants(architecture):
                 if changes:
                     chosen = tile.for_dropout if "DROPOUT" in changes else tile.for_mask
                 source = source_of(kernel, constants | changes, dtype, POINTERS[name])
-                options = {**chosen.options, **launch.COMPILER_OPTIONS}
+                options = chosen.options
                 with_code = variant == name or architecture == 90
                 yield Variant(variant, width, source, options, with_code)
 

@@ -162,7 +162,7 @@ def exact_query_gradient(
 ) -> Tensor:
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
-    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
     dq = q.new_empty((batch, len(ids), seqlen_q, head_dim), dtype=torch.float32)
     call = launch.prepare(spec, q, v, "audit", dq)
     if not dq.numel():
@@ -172,7 +172,7 @@ def exact_query_gradient(
     scales = spec.scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
     launch.run(
         query_kernel,
-        triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),
+        -(-seqlen_q // call.tile.block_m) * batch * len(ids),
         (q, k, v, d_out, *call.loaded, ids, dq),
         (*launch.strides(q, k, v, d_out), call.mask_strides),
         (*counts, call.inner_scale, *scales),

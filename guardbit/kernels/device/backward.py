@@ -275,7 +275,7 @@ def backward(
     batch, computed_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(stabilizers, q.device)
+    codes = launch.device_constant(tuple(map(STABILIZERS.index, stabilizers)), torch.int8, q.device)
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
@@ -288,7 +288,8 @@ def backward(
     random, dropped = (codes, lse), (computed_heads, 0, 1.0)
     if dropout is not None:
         query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
-        random = (launch.device_head_ids(dropout.head_ids, q.device), dropout.philox_key)
+        ids = launch.device_constant(dropout.head_ids, torch.int32, q.device)
+        random = (ids, dropout.philox_key)
         dropped = (dropout.num_heads, dropout.threshold, dropout.factor)
     shared = (computed_heads // kv_heads, seqlen_q, seqlen_k, shift, scale, *dropped)
     options = {
@@ -296,31 +297,26 @@ def backward(
         "CAUSAL": causal is not False,
         "HEAD_DIM": head_dim,
         "WIDTH": width,
-        **launch.COMPILER_OPTIONS,
     }
     if q.numel():
         launch.run(
             query_gradients_kernel,
-            triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,
+            -(-seqlen_q // query_tile.block_m) * batch * computed_heads,
             (q, k, v, out, residual, d_out, lse, codes, dq, statistics, *random),
             launch.strides(q, k, v, out, residual, d_out, dq),
             (computed_heads, *shared),
             **options,
-            BLOCK_M=query_tile.block_m,
-            BLOCK_N=query_tile.block_n,
-            **query_tile.options,
+            **query_tile.constants,
         )
     if k.numel():
         launch.run(
             key_gradients_kernel,
-            triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,
+            -(-seqlen_k // key_tile.block_n) * batch * kv_heads,
             (q, k, v, d_out, statistics, dk, dv, *random),
             launch.strides(q, k, v, d_out, dk, dv),
             (kv_heads, *shared),
             **options,
             BOUNDED=seqlen_q % key_tile.block_m != 0,
-            BLOCK_M=key_tile.block_m,
-            BLOCK_N=key_tile.block_n,
-            **key_tile.options,
+            **key_tile.constants,
         )
     return Gradients(dq, dk, dv)

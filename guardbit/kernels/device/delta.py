@@ -254,12 +254,12 @@ def carry_compensated_delta(
             into.copy_(out)
     d_out, out, residual = map(launch.rows_adjacent, (d_out, out, residual))
     batch, _, seqlen_q, head_dim = out.shape
-    ids = launch.device_head_ids(tuple(head_ids), out.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, out.device)
     if not out.numel():
         return into
     launch.run(
         carry_kernel,
-        triton.cdiv(seqlen_q, _CARRY_ROWS) * batch * len(ids),
+        -(-seqlen_q // _CARRY_ROWS) * batch * len(ids),
         (out, residual, d_out, into, ids),
         launch.strides(out, residual, d_out, into),
         (len(ids), seqlen_q),
@@ -267,7 +267,7 @@ def carry_compensated_delta(
         WIDTH=launch.padded_width(head_dim),
         BLOCK_M=_CARRY_ROWS,
         num_warps=4,
-        **launch.COMPILER_OPTIONS,
+        enable_fp_fusion=True,
     )
     return into
 
@@ -455,7 +455,7 @@ def exact_delta(
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k, value_dim = v.shape[1:]
-    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
     delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
     call = launch.prepare(spec, q, v, "delta", delta)
     if not delta.numel():
@@ -473,7 +473,7 @@ def exact_delta(
     counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
     launch.run(
         delta_kernel,
-        triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),
+        -(-seqlen_q // call.tile.block_m) * batch * len(ids),
         (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
         (*strides, call.mask_strides, *launch.strides(out, carried)),
         (*counts, call.shift, call.inner_scale, call.scale),

@@ -244,7 +244,7 @@ def forward(
     kv_heads, seqlen_k = k.shape[1:3]
     computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(stabilizers, q.device)
+    codes = launch.device_constant(tuple(map(STABILIZERS.index, stabilizers)), torch.int8, q.device)
     out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers
@@ -261,14 +261,14 @@ def forward(
         tile = tile.for_dropout
         philox_key, threshold, factor = dropout.philox_key, dropout.threshold, dropout.factor
     kept = out if residual is None else residual
-    ids = launch.device_head_ids(computed, q.device)
+    ids = launch.device_constant(computed, torch.int32, q.device)
     counts = num_heads, len(computed), num_heads // kv_heads, seqlen_q, seqlen_k, shift
     scales = size_of_scale, size_of_scale * math.log2(math.e), eps / size_of_scale
     shift_turns = (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN)
     ends = SHIFT_MIN * math.log2(math.e), (shift_max - SHIFT_MIN) * math.log2(math.e)
     launch.run(
         forward_kernel,
-        triton.cdiv(seqlen_q, tile.block_m) * batch * len(computed),
+        -(-seqlen_q // tile.block_m) * batch * len(computed),
         (q, k, v, out, lse, kept, codes, ids, philox_key),
         launch.strides(q, k, v, out),
         (*counts, *scales, shift_turns, *ends, threshold, factor),
@@ -279,10 +279,7 @@ def forward(
         DROPOUT=dropout is not None,
         HEAD_DIM=head_dim,
         WIDTH=width,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        **tile.options,
-        **launch.COMPILER_OPTIONS,
+        **tile.constants,
     )
     return Forward(out, lse, residual)
 

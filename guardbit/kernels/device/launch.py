@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tensors import device_constant
+from guardbit.kernels.tensors import device_constant as device_constant
 from guardbit.kernels.tiles import Kernel, Tile
-from guardbit.records import STABILIZERS
-
-#: Set explicitly, so that every version of Triton fuses the same sums.
-COMPILER_OPTIONS = {"enable_fp_fusion": True}
-
-
-def device_codes(stabilizers: Sequence[str], device: torch.device) -> Tensor:
-    """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    codes = tuple(STABILIZERS.index(name) for name in stabilizers)
-    return device_constant(codes, torch.int8, device)
-
-
-def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copies the numbers of some heads to the device, INT32 `(C,)`."""
-    return device_constant(head_ids, torch.int32, device)
-
 
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
 _SMALLEST_SCALE = 2.0**-126
@@ -75,6 +60,19 @@ def can_use_tma(x: Tensor) -> bool:
     )
 
 
+def _kind(x: Any) -> Hashable:
+    """Returns what Triton looks at of a tensor, or of the descriptor of one."""
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    return x.dtype, x.data_ptr() % 16
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _compiled(*_: Hashable) -> list[Any]:
+    """Returns a list, empty at first, of what Triton compiled for these: all it may do anew for."""
+    return []
+
+
 def run(
     kernel: Any,
     programs: int,
@@ -83,9 +81,19 @@ def run(
     numbers: tuple[Any, ...],
     **constants: Any,
 ) -> None:
-    device = tensors[0].device
+    device, arguments = tensors[0].device, (*tensors, *strides, *numbers)
+    # Triton's look at every argument takes longer than the rest, and so would the kernel's hash.
+    known = _compiled(
+        id(kernel), device, strides, *numbers, *constants.values(), *map(_kind, tensors)
+    )
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*tensors, *strides, *numbers, **constants)
+        if known:
+            known[0][programs, 1, 1](*arguments, *known[1:])
+            return
+        compiled = kernel[(programs,)](*arguments, **constants)
+    # The interpreter returns none, and on ROCm Triton looks at more.
+    if compiled is not None and torch.version.hip is None:
+        known[:] = compiled, *(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
 def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
@@ -142,9 +150,6 @@ def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: T
             "WIDTH": width,
             "VALUE_DIM": value_dim,
             "VALUE_WIDTH": value_width,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            **tile.options,
-            **COMPILER_OPTIONS,
+            **tile.constants,
         },
     )

@@ -354,7 +354,7 @@ def shadow(
     results = result.out, row_max, result.entropy, *result[2:4], largest
     launch.run(
         shadow_kernel,
-        triton.cdiv(count, call.tile.block_m) * batch * num_heads,
+        -(-count // call.tile.block_m) * batch * num_heads,
         (q, k, v, *call.loaded, chosen, *results),
         (*launch.strides(q, k, v), call.mask_strides),
         (*sizes, call.inner_scale, *scales, eps, eps * math.log2(math.e)),

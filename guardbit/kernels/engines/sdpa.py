@@ -22,6 +22,7 @@ from guardbit.kernels.engines.base import (
     philox_of,
 )
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tensors import laid_out_as
 
 #: PyTorch's own function, from a place where nobody replaces it: `F.scaled_dot_product_attention`
 #: may be another function by now.
@@ -52,11 +53,10 @@ class CPUFlash(Engine):
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, _, _ = inputs
-        gradients = private.cpu_flash_ops[1](
+        return Gradients(*private.cpu_flash_ops[1](
             d_out, q, k, v, out, lse, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
-        )  # fmt: skip
-        return Gradients(*gradients)
+        ))  # fmt: skip
 
 
 class Flash(Engine):
@@ -73,11 +73,10 @@ class Flash(Engine):
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
         philox = philox_of(drawn, q.device).view(torch.uint64)
-        gradients = private.flash_ops[1](
+        return Gradients(*private.flash_ops[1](
             d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), spec.dropout_p,
             spec.causal is not False, philox, philox[:0], scale=spec.scale,
-        )  # fmt: skip
-        return Gradients(*gradients)
+        ))  # fmt: skip
 
 
 class CuDNN(Engine):
@@ -97,17 +96,15 @@ class CuDNN(Engine):
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
         seed, offset = philox_of(drawn, q.device).unbind()
-        gradients = private.cudnn_ops[1](
+        return Gradients(*private.cudnn_ops[1](
             d_out, q, k, v, out, lse.unsqueeze(-1), seed, offset,
             additive(spec.mask, q.dtype, _HIDDEN), None, None, q.size(2), k.size(2), spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
-        )  # fmt: skip
-        return Gradients(*gradients)
+        ))  # fmt: skip
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
         """Lays O' out as q: PyTorch's cached graph stores q's strides, not out's."""
-        wanted = torch.empty_like(q) if q.shape == out.shape else out
-        return out if out.stride() == wanted.stride() else wanted.copy_(out)
+        return laid_out_as(out, q) if q.shape == out.shape else out
 
 
 class Efficient(Engine):

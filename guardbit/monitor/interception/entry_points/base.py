@@ -315,10 +315,11 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> seen.Heads:
     """Query heads, key heads and head size; zeros where the tensors do not show them."""
     if q is None or k is None or min(q.dim(), k.dim()) < 2:
         return 0, 0, 0
-    if any(x.is_nested and (x.layout is torch.strided or x.dim() != 4) for x in (q, k)):
-        return 0, 0, 0
-    heads, key_heads = (x.size(-3) if x.dim() > 3 else 1 for x in (q, k))
-    return heads, key_heads, q.size(-1)
+    for x in (q, k):
+        if x.is_nested and (x.layout is torch.strided or x.dim() != 4):
+            return 0, 0, 0
+    heads = q.size(-3) if q.dim() > 3 else 1
+    return heads, k.size(-3) if k.dim() > 3 else 1, q.size(-1)
 
 
 @frames.reporting
@@ -381,10 +382,11 @@ def why_unlike(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def why_size(*tensors: Tensor) -> str | None:
     """Returns why no kernel of GuardBit's takes a call, because of its head sizes, or None."""
-    allowed = f"{MIN_HEAD_DIM} to {MAX_HEAD_DIM}, which GuardBit's kernels need"
-    sizes = (x.size(-1) for x in tensors)
-    others = (n for n in sizes if not MIN_HEAD_DIM <= n <= MAX_HEAD_DIM)
-    return next((f"its head size {n} is outside {allowed}" for n in others), None)
+    for x in tensors:
+        if not MIN_HEAD_DIM <= x.size(-1) <= MAX_HEAD_DIM:
+            allowed = f"{MIN_HEAD_DIM} to {MAX_HEAD_DIM}, which GuardBit's kernels need"
+            return f"its head size {x.size(-1)} is outside {allowed}"
+    return None
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:

@@ -100,7 +100,7 @@ def _why_kept(q: Tensor) -> str:
 def _batch_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...] | str | None:
     """The axes before the heads; None for (batch, heads, tokens, head size); else why not."""
     tensors: tuple[Any, ...] = q, k, v
-    if any(x.is_nested for x in tensors):
+    if q.is_nested or k.is_nested or v.is_nested:
         are_jagged = all(x.layout is torch.jagged and x.dim() == 4 for x in tensors)
         is_known = are_jagged and all(x._ragged_idx == 2 and x._lengths is None for x in tensors)
         return () if is_known and tensors[1].offsets() is tensors[2].offsets() else _NESTED
