@@ -9,10 +9,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import guardbit
@@ -21,6 +28,7 @@ from guardbit.dashboards import report
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.records import Event, RunEnd, Sample
 from guardbit.store import RunWriter
+from tests.toys import Attention
 
 RUNS = Path(__file__).parent / "data" / "runs"
 HEADER = "step,site,layer,head,indicator,value\n"
@@ -407,6 +415,137 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypa
     assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
+
+
+def checked(*arguments: object) -> dict[str, str]:
+    """What `guardbit check` says of each aspect."""
+    result = invoke("check", *arguments)
+    assert result.exit_code == 0, result.stderr
+    words = re.split(r"^(\w+) +", re.sub(r" *\n +", " ", result.stdout), flags=re.MULTILINE)
+    return {name: said.strip() for name, said in zip(words[1::2], words[2::2], strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("step", "mode", "precision", "needed"),
+    [
+        (150, 0.98, "bfloat16", "Not known yet. From step 2,000 on, the keys of a run say more"),
+        (2000, 0.98, "bfloat16", "Perhaps: its keys share a direction"),
+        (2000, 0.5, "bfloat16", "Hardly: its keys share little"),
+        (2000, 0.8, "bfloat16", "Not known: the study says nothing of such keys."),
+        (2000, 0.98, "float32", "No: attention runs in float32"),
+    ],
+)
+def test_check_of_a_run_says_what_its_keys_show(tmp_path, step, mode, precision, needed, said):
+    site = {"entry": "F.some_attention", "kernels": ["FLASH"], "precision": [precision]}
+    with RunWriter(tmp_path, metadata={"sites": {"h.0": site, "h.1": site}}) as writer:
+        for layer in range(2):
+            head = partial(Sample, step, f"h.{layer}", layer)
+            writer.add([head("key_common_mode", (0.1, mode))])
+            writer.add([head("dq_coherent_error", (math.nan, -0.02 - 0.1 * layer))])
+    found = checked(tmp_path)
+    assert found["Needed"].startswith(needed)
+    assert f"2 modules: F.some_attention (FLASH, {precision})" in found["Attention"]
+    assert ("is not rounded" in found["Attention"]) == (precision == "float32")
+    if precision == "bfloat16":
+        assert f"at step {step:,}" in found["Keys"] and f"{mode:.3f} (layer" in found["Keys"]
+    audits = "2 audits: of dQ along W_Q 7 % was wrong in the median, and at most 12 %; from 10 %"
+    assert found["Audits"].startswith(audits)
+    assert ("can be judged from step 2,000" in found["Keys"]) == (step < 2000)
+    if step < 2000:
+        said("an early run", "\n".join(found.values()))
+
+
+class Tokens(nn.Module):
+    """Two layers of attention on token ids; `place` changes what they get, or q and k."""
+
+    def __init__(self, attend: Callable[..., Tensor], places: int = 0) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(50, 32), attend
+        self.places = nn.Embedding(places, 32) if places else None
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        for layer in self.layers:
+            layer.attend = attend
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.places is not None:
+            x = x + self.places.weight[: tokens.size(1)]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    angles = torch.arange(q.size(2))[:, None] * 0.5 ** torch.arange(8)
+    turn = torch.polar(torch.ones(()), angles)
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (8, 2))) * turn)
+        .flatten(-2)
+        .to(v.dtype)
+        for x in (q, k)
+    )
+    return plain(q, k, v)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-1, -2)).softmax(-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize(
+    ("made", "needed", "positions"),
+    [
+        (lambda: Tokens(plain, 64), "Perhaps: the study's three", "2 modules: learned or fixed"),
+        (lambda: Tokens(plain), "Perhaps: the study's three", "2 modules: q and k do not change"),
+        (lambda: Tokens(by_hand), "No, if its attention is written out", "unknown"),
+        (lambda: Tokens(rotary), "Hardly: the study's five", "2 modules: rotated"),
+        (
+            lambda: (Tokens(plain, 64), torch.randint(50, (2, 20))),
+            "Perhaps: the study's three", "2 modules: learned or fixed",
+        ),
+    ],
+    ids=["learned", "none", "by hand", "rotated", "with inputs"],
+)  # fmt: skip
+def test_check_of_a_model_finds_its_positions(monkeypatch, made, needed, positions):
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(made=made))
+    torch.manual_seed(0)
+    found = checked("mine:made")
+    assert found["Needed"].startswith(needed)
+    assert found["Positions"].startswith(positions)
+    assert (found["Keys"], found["Audits"][:8]) == ("not measured yet", "none yet")
+    if "study" in needed:
+        assert found["Attention"].startswith("2 modules: F.scaled_dot_product_attention (")
+        assert "bfloat16" in found["Attention"]
+
+
+def test_check_of_a_checkpoint(tmp_path):
+    config = transformers.SmolLM3Config(  # rotated but in every fourth layer
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = checked(tmp_path)
+    assert found["Needed"].startswith("Hardly: the study's five kinds with rotated keys")
+    assert "1 module: q and k do not change" in found["Positions"]
+    assert "3 modules: rotated" in found["Positions"]
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear has no module that could call attention"),
+        (lambda: Attention(), "the model could not be run (RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_a_model_that_cannot_be_checked_is_refused(monkeypatch, made, why):
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(made=made))
+    check_refused(invoke("check", "mine:made"), why)
+    check_refused(invoke("check", "mine:lacking"), "no attribute 'lacking'")
+    check_refused(invoke("check", "no_module:made"), "No module named 'no_module'")
+    check_refused(invoke("check", "nowhere"), "there is no run at nowhere")
 
 
 def test_version_is_the_packages():
