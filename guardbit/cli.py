@@ -15,8 +15,10 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -198,8 +200,10 @@ def report(
 
     with user_errors(OSError, ValueError):
         target = _report_path(paths, output)
-        named = zip(names_of_runs(paths), paths, strict=True)
-        runs = [dataclasses.replace(load(path), name=name) for name, path in named]
+        names, runs = names_of_runs(paths), [load(path) for path in paths]
+        if len({run.name for run in runs}) < len(runs):
+            named = zip(runs, names, strict=True)
+            runs = [dataclasses.replace(run, name=name) for run, name in named]
         with writing_to(target, "give another folder by --output, or use --json"):
             written = write_reports(runs, target)
     for run in runs:  # not to stdout, which only names the report
@@ -268,7 +272,8 @@ def replay(
     console = Console()
     if result.alarms:
         names = ("first step", "module", "heads", "rule", "alarms")
-        columns = (Column(name, overflow="fold") for name in names)  # in full, however narrow
+        # In full, however narrow; names of rules in one line.
+        columns = (Column(name, overflow="fold", no_wrap=name == "rule") for name in names)
         table = Table(*columns, box=None, pad_edge=False)
         by_rule: dict[tuple[str, str], list[Alarm]] = {}
         for alarm in result.alarms:
@@ -347,10 +352,6 @@ def check(
     ],
 ) -> None:
     """Say whether a model needs GuardBit, as far as a run of it shows, or else one batch."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from guardbit.dashboards.document import need_of
     from guardbit.dashboards.tables import RunSoFar
     from guardbit.store import folder_of_run, is_run
@@ -368,10 +369,10 @@ def check(
             run.metadata = _tried(getattr(importlib.import_module(module), name)())
         else:
             run = load(what).recorded
-    table = Table.grid(padding=(0, 2))
+    width = shutil.get_terminal_size().columns
     for aspect, said in need_of(run).items():
-        table.add_row(aspect, Text(printable(said)))
-    Console(highlight=False).print(table)
+        line = printable(f"{aspect:<11}{said}")
+        typer.echo(textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False))
 
 
 def _tried(made: Any) -> dict[str, Any]:

@@ -104,11 +104,7 @@ def summary(run: RunSoFar) -> list[str]:
     """What happened, in a few sentences, most important first."""
     if run.evidence.steps is None:
         return ["The run recorded no samples."]
-    sentences = [run.judgement.verdict_and_advice]
-    for first in run.alarms[:1]:
-        when = f"The first alarm came at step {first.step:,} ({where(first)})"
-        sentences.append(f"{when}: {first.why}")
-    return [*sentences, run.judgement.risk.sentence]
+    return [run.judgement.verdict_and_advice, run.judgement.risk.sentence]
 
 
 def tiles(run: RunSoFar) -> list[Tile]:
@@ -301,11 +297,10 @@ def _answer(run: RunSoFar, positions: Counter[str]) -> str:
         return f"No: {nothing}."
     if "positions" in run.metadata and not positions:
         return "No, if its attention is written out in PyTorch: GuardBit saw no call."
-    if risk.what != "of unknown risk":
-        return {
-            "at risk": "Perhaps: its keys share a direction, as in the study's kinds at risk.",
-            "hardly at risk": "Hardly: its keys share little, as in the study's other kinds.",
-        }[risk.what]
+    if risk.what == "at risk":
+        return "Perhaps: its keys share a direction, as in the study's kinds at risk."
+    if risk.what == "hardly at risk":
+        return "Hardly: its keys share little, as in the study's other kinds."
     if last >= RISK_STEP:
         lacking = "the study says nothing of such keys" if risk.key_common_mode else risk.why
         return f"Not known: {lacking}."
@@ -331,10 +326,10 @@ def _attention_of(metadata: Mapping[str, Any]) -> str:
         called[f"not watched: {site['unwatched']}" if site.get("unwatched") else entry] += 1
     if not called:
         return "no call that GuardBit sees"
-    delta = "delta is not rounded"
-    if not nothing_to_correct(metadata):
-        delta = "delta comes from a rounded O, unless it trains in FP32"
-    return "; ".join([*(f"{plural(n, 'module')}: {what}" for what, n in called.items()), delta])
+    of_rounded = "comes from a rounded O, unless it trains in FP32"
+    delta = "is not rounded" if nothing_to_correct(metadata) else of_rounded
+    said = [f"{plural(number, 'module')}: {what}" for what, number in called.items()]
+    return f"{'; '.join(said)}; delta {delta}"
 
 
 def _audits_of(run: RunSoFar) -> str:
@@ -342,10 +337,9 @@ def _audits_of(run: RunSoFar) -> str:
     errors = errors[~np.isnan(errors)]
     if not len(errors):
         return "none yet: in a run they compare dQ of some heads with FP32"
-    median, largest = (f"{three_digits(100 * of(errors))} %" for of in (np.median, np.max))
+    audits, most = plural(len(errors), "audit"), three_digits(100 * errors.max())
     return (
-        f"{plural(len(errors), 'audit')}: of dQ along W_Q {median} was wrong in the median, and at"
-        f" most {largest}; from {100 * WRONG:g} % on it counts"
+        f"{audits}: at most {most} % of dQ along W_Q is wrong; from {100 * WRONG:g} % on it counts"
     )
 
 
