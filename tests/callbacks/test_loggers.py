@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from guardbit import AttentionMonitor, load
@@ -26,23 +26,17 @@ class Tracker(Recorder):
         self.texts += [(key, step, *row) for row in data]
 
 
-class Switches(Callback):
-    """Switches a module by hand after a step."""
-
-    def __init__(self, monitor, steps):
-        self.monitor, self.steps = monitor, steps
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step in self.steps:
-            name = self.steps[trainer.global_step]
-            self.monitor.session.switch("*", name, why="by hand")
-
-
 def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains, tmp_path):
     tracker = Tracker()
     monitor = AttentionMonitor(2, strict=True, dirpath=tmp_path / "run")
     steps = {1: "row_max", 4: "none", 7: "row_max"}
-    trains.fit(monitor, Switches(monitor, steps), max_steps=9, logger=tracker)
+
+    def switch(trainer, *_):
+        if trainer.global_step in steps:  # after the step's sample was logged
+            monitor.session.switch("*", steps[trainer.global_step])
+
+    by_hand = LambdaCallback(on_train_batch_end=switch)
+    trains.fit(monitor, by_hand, max_steps=9, logger=tracker)
     where = "net.h.0.attn heads 0, 1, net.h.1.attn heads 0, 1: by hand"
     assert tracker.texts == [
         ("guardbit/switches", at, at, f"GuardBit: step {step}: switch to {name}: {where}")
