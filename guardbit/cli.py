@@ -1,4 +1,4 @@
-"""The command line: `guardbit demo | doctor | diagnose | report | live | replay`.
+"""The command line: `guardbit check | demo | doctor | diagnose | report | live | replay`.
 
 `guardbit.load` is here, too: it judges a run as the commands do.
 
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -197,8 +200,10 @@ def report(
 
     with user_errors(OSError, ValueError):
         target = _report_path(paths, output)
-        named = zip(names_of_runs(paths), paths, strict=True)
-        runs = [dataclasses.replace(load(path), name=name) for name, path in named]
+        names, runs = names_of_runs(paths), [load(path) for path in paths]
+        if len({run.name for run in runs}) < len(runs):
+            named = zip(runs, names, strict=True)
+            runs = [dataclasses.replace(run, name=name) for run, name in named]
         with writing_to(target, "give another folder by --output, or use --json"):
             written = write_reports(runs, target)
     for run in runs:  # not to stdout, which only names the report
@@ -267,7 +272,8 @@ def replay(
     console = Console()
     if result.alarms:
         names = ("first step", "module", "heads", "rule", "alarms")
-        columns = (Column(name, overflow="fold") for name in names)  # in full, however narrow
+        # In full, however narrow; names of rules in one line.
+        columns = (Column(name, overflow="fold", no_wrap=name == "rule") for name in names)
         table = Table(*columns, box=None, pad_edge=False)
         by_rule: dict[tuple[str, str], list[Alarm]] = {}
         for alarm in result.alarms:
@@ -332,6 +338,87 @@ def _with_thresholds(thresholds: Sequence[str]) -> tuple[Rule, ...]:
             raise ValueError(f"--threshold {key} is {number!r}; it must be {kind}") from None
         by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
     return tuple(by_name.values())
+
+
+@app.command()
+def check(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run of it, of some 200 steps; a Hugging Face checkpoint's folder; or"
+            " MODULE:CALLABLE, which returns the model, or a tuple of it and its inputs.",
+        ),
+    ],
+) -> None:
+    """Say whether a model needs GuardBit, as far as a run of it shows, or else one batch."""
+    from guardbit.dashboards.document import need_of
+    from guardbit.dashboards.tables import RunSoFar
+    from guardbit.store import folder_of_run, is_run
+
+    module, _, name = what.rpartition(":")
+    with user_errors(OSError, ValueError, TypeError, ImportError, AttributeError):
+        if Path(what, "config.json").is_file() and not is_run(folder_of_run(what)):
+            from transformers import AutoModel
+
+            run = RunSoFar(1)
+            run.metadata = _tried(AutoModel.from_pretrained(what))
+        elif module and not Path(what).exists():
+            sys.path.insert(0, os.getcwd())  # as `python -m` does
+            run = RunSoFar(1)
+            run.metadata = _tried(getattr(importlib.import_module(module), name)())
+        else:
+            run = load(what).recorded
+    width = shutil.get_terminal_size().columns
+    for aspect, said in need_of(run).items():
+        line = printable(f"{aspect:<11}{said}")
+        typer.echo(textwrap.fill(line, width, subsequent_indent=" " * 11, break_on_hyphens=False))
+
+
+def _tried(made: Any) -> dict[str, Any]:
+    """Metadata of a model's attention, by one step in BF16 on inputs that repeat a token."""
+    import torch
+
+    from guardbit import instrument, private
+    from guardbit.doctor.attention import positions_in
+    from guardbit.kernels.runtime import AttentionCall
+    from guardbit.monitor.measure.measurement import precision_of
+    from guardbit.monitor.sites import metadata_of
+
+    model, *inputs = made if isinstance(made, tuple) else (made,)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inst = instrument(model.to(device).eval())
+    positions: dict[str, str] = {}
+
+    def observe(call: AttentionCall) -> None:
+        (site,) = (site for site in inst.sites.values() if site.number == call.site)
+        site.state.precisions.add(precision_of(call.q))
+        positions[site.name] = positions_in(call.q, call.k)
+
+    def repeated(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        one = x[..., :1, :1] if x.dim() > 3 else x[:, :1] if x.dim() > 1 else x  # pixel, or token
+        return one.expand_as(x).to(device)
+
+    inst.observe(observe)
+    try:
+        if not inputs:
+            sizes = [x.num_embeddings for x in model.modules() if isinstance(x, torch.nn.Embedding)]
+            inputs = [torch.full((1, 32), min([5, *(size - 1 for size in sizes)]))]
+        with torch.autocast(device, torch.bfloat16):
+            out = model(*private.tree_map(repeated, inputs))
+        outputs = [x for x in private.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        losses = [x.float().square().mean() for x in outputs if x.requires_grad]
+        torch.stack(losses).sum().backward()
+        return {"sites": metadata_of(inst.sites, lambda _: None), "positions": positions}
+    except Exception as error:  # whatever a model raises
+        raise ValueError(
+            f"the model could not be run ({type(error).__name__}: {error}): let the callable return"
+            " a tuple of it and the inputs of its forward"
+        ) from error
+    finally:
+        inst.remove()
 
 
 @app.command()

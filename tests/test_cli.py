@@ -9,10 +9,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import guardbit
@@ -21,6 +27,7 @@ from guardbit.dashboards import report
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.records import Event, RunEnd, Sample
 from guardbit.store import RunWriter
+from tests.toys import Attention
 
 RUNS = Path(__file__).parent / "data" / "runs"
 HEADER = "step,site,layer,head,indicator,value\n"
@@ -407,6 +414,109 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypa
     assert pages == {"comparison.html", "lost.html", "switched.html"}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
+
+
+def checked(*arguments: object) -> dict[str, str]:
+    """What `guardbit check` says of each aspect."""
+    result = invoke("check", *arguments)
+    assert result.exit_code == 0, result.stderr
+    lines = re.sub(r" *\n +", " ", result.stdout).splitlines()
+    return {name: said.strip() for name, said in (line.split(" ", 1) for line in lines)}
+
+
+@pytest.mark.parametrize(
+    ("step", "mode", "precision", "needed"),
+    [
+        (150, 0.98, "bfloat16", "Not known yet. From step 2,000 on, the keys of a run say more"),
+        (2000, 0.98, "bfloat16", "Perhaps: its keys share a direction"),
+        (2000, 0.5, "bfloat16", "Hardly: its keys share little"),
+        (2000, 0.8, "bfloat16", "Not known: the study says nothing of such keys."),
+        (2000, 0.98, "float32", "No: attention runs in float32"),
+    ],
+)
+def test_check_of_a_run_says_what_its_keys_show(tmp_path, step, mode, precision, needed, said):
+    site = {"entry": "F.some_attention", "kernels": ["FLASH"], "precision": [precision]}
+    with RunWriter(tmp_path, metadata={"sites": {"h.0": site, "h.1": site}}) as writer:
+        for layer in range(2):
+            head = partial(Sample, step, f"h.{layer}", layer)
+            writer.add([head("key_common_mode", (0.1, mode))])
+            writer.add([head("dq_coherent_error", (math.nan, -0.02 - 0.1 * layer))])
+    found = checked(tmp_path)
+    assert found["Needed"].startswith(needed)
+    assert f"2 modules: F.some_attention (FLASH, {precision})" in found["Attention"]
+    assert ("is not rounded" in found["Attention"]) == (precision == "float32")
+    if precision == "bfloat16":
+        assert f"at step {step:,}" in found["Keys"] and f"{mode:.3f} (layer" in found["Keys"]
+    assert found["Audits"].startswith("2 audits: at most 12 % of dQ along W_Q is wrong; from 10 %")
+    assert ("can be judged from step 2,000" in found["Keys"]) == (step < 2000)
+    if step < 2000:
+        said("an early run", "\n".join(found.values()))
+
+
+def gpt2(**how: Any) -> nn.Module:
+    size = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **how))
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-1, -2)).softmax(-1).to(v.dtype) @ v
+
+
+def without_places(attend: Callable[..., Tensor] | None = None) -> nn.Module:
+    layers = [Attention(), Attention()]
+    for layer in layers if attend else ():
+        vars(layer)["attend"] = attend
+    return nn.Sequential(nn.Embedding(50, 32), *layers)
+
+
+@pytest.mark.parametrize(
+    ("made", "needed", "positions"),
+    [
+        (gpt2, "Perhaps: the study's three", "2 modules: learned or fixed"),
+        (without_places, "Perhaps: the study's three", "2 modules: q and k do not change"),
+        (lambda: gpt2(attn_implementation="eager"), "No: attention is written out", "2 modules"),
+        (lambda: without_places(by_hand), "No, if its attention is written out", "unknown"),
+        (
+            lambda: (nn.Sequential(nn.Flatten(0, 1), Attention()), torch.randn(1, 2, 9, 32)),
+            "Perhaps: the study's three", "1 module: q and k do not change",
+        ),
+    ],
+    ids=["learned", "none", "eager", "by hand", "with inputs"],
+)  # fmt: skip
+def test_check_of_a_model_finds_its_positions(monkeypatch, made, needed, positions):
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(made=made))
+    torch.manual_seed(0)
+    found = checked("mine:made")
+    assert found["Needed"].startswith(needed)
+    assert found["Positions"].startswith(positions)
+    assert (found["Keys"], found["Audits"][:8]) == ("not measured yet", "none yet")
+    if "study" in needed:
+        assert re.search(r"F.scaled_dot_product_attention \(.*bfloat16\)", found["Attention"])
+
+
+def test_check_of_a_checkpoint(tmp_path):
+    config = transformers.SmolLM3Config(  # rotated but in every fourth layer
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = checked(tmp_path)
+    assert found["Needed"].startswith("Hardly: the study's five kinds with rotated keys")
+    assert all(x in found["Positions"] for x in ("1 module: q and k do not", "3 modules: rotated"))
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear has no module that could call attention"),
+        (lambda: Attention(), "the model could not be run (RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_a_model_that_cannot_be_checked_is_refused(monkeypatch, made, why):
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(made=made))
+    check_refused(invoke("check", "mine:made"), why)
+    check_refused(invoke("check", "no_module:made"), "No module named 'no_module'")
+    check_refused(invoke("check", "nowhere"), "there is no run at nowhere")
 
 
 def test_version_is_the_packages():

@@ -117,6 +117,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if session is None:
             return
         session.attempt("notices", lambda: _warn_of_few_losses(args, state))
+        if getattr(args, "run_name", None):
+            session._journal.note({"name": args.run_name})  # noqa: SLF001
         if trainers:
             _training[self] = model, trainers[0]
         if state.global_step > 0:

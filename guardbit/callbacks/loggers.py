@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 from guardbit.dashboards.history import FEWEST_SAMPLES, History
 from guardbit.monitor.measure import largest
-from guardbit.records import RunEnd, Sample
+from guardbit.records import RunEnd, Sample, line_of, place_of, printable
 
 if TYPE_CHECKING:
     from guardbit.monitor.session import Session
@@ -22,6 +22,8 @@ COUNTED_KEYS = ("guardbit/alarmed_heads", "guardbit/switched_heads")
 WORST_KEYS = ("guardbit/worst_layer", "guardbit/worst_head", "guardbit/worst_excess")
 #: With `audit_modules`: the module furthest beyond its limit.
 MODULE_KEY = "guardbit/module_excess"
+#: Under these keys texts go to the loggers that take them.
+ALARMS_KEY, SWITCHES_KEY = "guardbit/alarms", "guardbit/switches"
 
 #: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
@@ -66,6 +68,7 @@ class LoggedRun:
         self.step: int | None = None  # the last of these
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
+        self._num_told: int | None = None  # switches that loggers have got, or are from before
 
     def metrics(self, session: Session) -> dict[str, float]:
         """Adds the step that a session has judged; returns its scalars by key."""
@@ -96,6 +99,24 @@ class LoggedRun:
             for name, value in largest([sample]).items()
             if name in key_of
         }
+
+    def news(self, session: Session) -> dict[str, list[str]]:
+        """The lines of alarms and switches since the last sampled step, by key; none is empty."""
+        events = session._journal.events  # noqa: SLF001
+        switches = [event for event in events if event.kind == "switch"]
+        if self._num_told is None:  # a resumed run's folder holds those of earlier steps
+            self._num_told = sum(event.step < (self.step or 0) for event in switches)
+        places: dict[tuple[int, str, str], list[str]] = {}
+        for event in switches[self._num_told :]:
+            what = event.step, event.stabilizer, event.why
+            places.setdefault(what, []).append(place_of(event))
+        self._num_told = len(switches)
+        lines = [
+            printable(f"GuardBit: step {step:,}: switch to {name}: {', '.join(where)}: {why}")
+            for (step, name, why), where in places.items()
+        ]
+        news = {ALARMS_KEY: [line_of(alarm) for alarm in session.news], SWITCHES_KEY: lines}
+        return {key: lines for key, lines in news.items() if lines}
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
         """Adds a sampled step; returns the latest values of the indicators of the whole run."""
@@ -144,13 +165,13 @@ def _switched(session: Session) -> dict[str, list[int]]:
     }
 
 
-def send_text(logger: Any, key: str, text: str, step: int) -> None:
-    """Logs a text, if a logger of Lightning's takes texts (W&B, TensorBoard)."""
+def send_text(logger: Any, key: str, lines: Sequence[str], step: int) -> None:
+    """Logs the lines of a step, if a logger of Lightning's takes texts (W&B, TensorBoard)."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_text"):
-        logger.log_text(key, columns=["step", "text"], data=[[step, text]], step=step)
+        logger.log_text(key, columns=["step", "text"], data=[[step, x] for x in lines], step=step)
     elif experiment is not None and hasattr(experiment, "add_text"):
-        experiment.add_text(key, text, step)
+        experiment.add_text(key, "\n\n".join(lines), step)  # each a paragraph of Markdown
 
 
 def send_picture(logger: Any, key: str, picture: np.ndarray, step: int) -> None:

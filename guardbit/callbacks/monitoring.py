@@ -26,15 +26,15 @@ from guardbit.layers.replay import MicroBatch, copied, versions_of
 from guardbit.monitor.policy import Policy, check_settings, is_whole
 from guardbit.monitor.session import Session
 from guardbit.monitor.settings import Settings, passes_to
-from guardbit.records import RunEnd, line_of
+from guardbit.records import RunEnd
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
 
 T = TypeVar("T")
 
-#: Under these keys texts and pictures go to the loggers that take them.
-ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
+#: Under this key pictures go to the loggers that take them.
+MAP_KEY = "guardbit/model_map"
 
 _MUST_BE = {
     "image_every_n_samples": (
@@ -73,10 +73,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     ==================================  ===========================================================
 
     `EarlyStopping` and `ModelCheckpoint` find them in `trainer.callback_metrics`, the same on all
-    ranks: numbers of heads from the start, the others from the first sampled step on. New alarms go
-    as text to ``guardbit/alarms`` of W&B and TensorBoard and to Python's logger ``guardbit``; the
-    progress bar counts alarmed heads. An error inside the monitor is logged once and turns the
-    stage concerned off; training goes on.
+    ranks: numbers of heads from the start, the others from the first sampled step on. Python's
+    logger ``guardbit``, W&B and TensorBoard (``guardbit/alarms``, ``guardbit/switches``) get new
+    alarms and switches as text; the progress bar counts alarmed heads. An error inside the monitor
+    is logged once and turns the stage concerned off; training goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -139,6 +139,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._can_replay = not why_not
         if self.session is not None:
             self.session.warn_no_replay(why_not)
+            with suppress(Exception):  # of a logger
+                if name := _name_in_tracker(trainer):
+                    self.session._journal.note({"name": name})  # noqa: SLF001
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
@@ -312,16 +315,16 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         step = session.sampled_step
         if step is None or step == self._logged.step:
             return
-        metrics = self._logged.metrics(session)
+        metrics, news = self._logged.metrics(session), self._logged.news(session)
         # Outside "logging": a logger that fails must not hide alarms from `EarlyStopping`.
         _publish(trainer, self._logged.latest)
 
         def log_step() -> None:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
-            for alarm in session.news if trainer.is_global_zero else ():
+            for key, lines in news.items() if trainer.is_global_zero else ():
                 for logger in trainer.loggers:
-                    send_text(logger, ALARMS_KEY, line_of(alarm), step)
+                    send_text(logger, key, lines, step)
             every = self.image_every_n_samples
             if every and self._logged.num_samples % every == 0 and trainer.is_global_zero:
                 picture = self._logged.picture(session)
@@ -333,7 +336,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                 alarmed = torch.tensor(
                     float(session.num_alarmed_heads), dtype=torch.float32, device="cpu"
                 )
-                pl_module.log("alarmed_heads", alarmed, prog_bar=True, logger=False, batch_size=1)
+                # A longer name takes two lines of Rich's bar in 80 columns.
+                pl_module.log("alarmed", alarmed, prog_bar=True, logger=False, batch_size=1)
 
         session.attempt("logging", log_step)
 
@@ -434,6 +438,13 @@ def _publish(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
 def _entries(gradient: Tensor) -> Tensor:
     """Returns a gradient, or the entries of a sparse one, which has no norm before PyTorch 2.15."""
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def _name_in_tracker(trainer: pl.Trainer) -> str:
+    """What W&B and its like call a run whose folder is named by an id; "" if they do not."""
+    experiments = (getattr(logger, "experiment", None) for logger in trainer.loggers)
+    named = (getattr(experiment, "name", None) for experiment in experiments)
+    return next((name for name in named if isinstance(name, str)), "")
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:

@@ -20,6 +20,8 @@ from guardbit.catalog import (
     Indicator,
 )
 from guardbit.dashboards.tables import SAMPLES_AVERAGED, Diagnosed, Head, RunSoFar
+from guardbit.judgement import nothing_to_correct
+from guardbit.judgement.evidence import RISK_STEP, WRONG
 from guardbit.judgement.sentences import plural
 from guardbit.records import Event, named
 
@@ -28,6 +30,9 @@ _MOST_DIAGNOSED = 8
 
 #: Metadata: modules without numbers -> why.
 _UNMEASURED = "unmeasured_modules"
+
+#: Part of the modules from which on a model is of the kinds with rotated keys, as in the study.
+LEAST_ROTATED = 0.75
 
 #: What `page.html` renders: names of its parts -> what they show.
 Document = dict[str, Any]
@@ -99,11 +104,7 @@ def summary(run: RunSoFar) -> list[str]:
     """What happened, in a few sentences, most important first."""
     if run.evidence.steps is None:
         return ["The run recorded no samples."]
-    sentences = [run.judgement.verdict_and_advice]
-    for first in run.alarms[:1]:
-        when = f"The first alarm came at step {first.step:,} ({where(first)})"
-        sentences.append(f"{when}: {first.why}")
-    return [*sentences, run.judgement.risk.sentence]
+    return [run.judgement.verdict_and_advice, run.judgement.risk.sentence]
 
 
 def tiles(run: RunSoFar) -> list[Tile]:
@@ -251,13 +252,103 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
     return {"said": f"{plural(more, 'more head')} not shown." * (more > 0), "heads": heads}
 
 
+# --- does a model need GuardBit? ------------------------------------------------------------------
+
+_OF_ROTATED = (
+    "the study's five kinds with rotated keys (one not in every fourth layer) were hardly at risk"
+)
+_OF_OTHERS = "the study's three kinds with learned positions or none were at risk"
+_EVIDENCE = (
+    "Only GPT-2 small was seen to fail: five of thirteen seeds at a rate of 1.5e-3. Of eight kinds"
+    " of its size three were at risk; with Muon, tried later, GPT-2 was not, although its positions"
+    " are learned. In a tuned recipe correcting earned nothing measurable. Larger models were not"
+    " studied."
+)
+_COST = (
+    "Watching adds 0.5 % to a compiled step of GPT-2 small on one H200, correcting all heads 4.4 %."
+    " Of other models and GPUs it is not known; benchmarks/overhead.py measures it."
+)
+_PLACES = {
+    "none": "q and k do not change with a token's place",
+    "rotated": "rotated (scores change with the distance of two tokens alone)",
+    "learned": "learned or fixed, not rotated (q and k change with a token's place)",
+}
+
+
+def need_of(run: RunSoFar) -> dict[str, str]:
+    """Whether a model needs GuardBit, as far as a run of it shows: a sentence an aspect."""
+    positions = Counter(_mapping(run.metadata, "positions").values())
+    said = [f"{plural(number, 'module')}: {_PLACES[kind]}" for kind, number in positions.items()]
+    keys = run.judgement.risk.why
+    return {
+        "Needed": _answer(run, positions),
+        "Attention": _attention_of(run.metadata),
+        "Positions": "; ".join(said) or "unknown: guardbit check MODEL finds them",
+        "Keys": keys if run.evidence.common_modes[1] else "not measured yet",
+        "Audits": _audits_of(run),
+        "Evidence": _EVIDENCE,
+        "Cost": _COST,
+    }
+
+
+def _answer(run: RunSoFar, positions: Counter[str]) -> str:
+    risk, last = run.judgement.risk, run.steps[1]
+    if nothing := nothing_to_correct(run.metadata):
+        return f"No: {nothing}."
+    if "positions" in run.metadata and not positions:
+        return "No, if its attention is written out in PyTorch: GuardBit saw no call."
+    if risk.what == "at risk":
+        return "Perhaps: its keys share a direction, as in the study's kinds at risk."
+    if risk.what == "hardly at risk":
+        return "Hardly: its keys share little, as in the study's other kinds."
+    if last >= RISK_STEP:
+        lacking = "the study says nothing of such keys" if risk.key_common_mode else risk.why
+        return f"Not known: {lacking}."
+    rotated = positions["rotated"] / max(positions.total(), 1)
+    found = "Not known yet"
+    if rotated >= LEAST_ROTATED and not positions["learned"]:
+        found = f"Hardly: {_OF_ROTATED}"
+    elif positions and not rotated:
+        found = f"Perhaps: {_OF_OTHERS}"
+    return f"{found}. From step {RISK_STEP:,} on, the keys of a run say more: guardbit check RUN."
+
+
+def _mapping(metadata: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = metadata.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _attention_of(metadata: Mapping[str, Any]) -> str:
+    sites, called = _mapping(metadata, "sites"), Counter[str]()
+    for site in (_mapping(sites, name) for name in sites):
+        how = ", ".join([*site.get("kernels", ()), *site.get("precision", ())])
+        entry = f"{site.get('entry') or 'attention'} ({how})"
+        called[f"not watched: {site['unwatched']}" if site.get("unwatched") else entry] += 1
+    if not called:
+        return "no call that GuardBit sees"
+    of_rounded = "comes from a rounded O, unless it trains in FP32"
+    delta = "is not rounded" if nothing_to_correct(metadata) else of_rounded
+    said = [f"{plural(number, 'module')}: {what}" for what, number in called.items()]
+    return f"{'; '.join(said)}; delta {delta}"
+
+
+def _audits_of(run: RunSoFar) -> str:
+    errors = np.abs(run.by_head("dq_coherent_error").to_numpy(float))
+    errors = errors[~np.isnan(errors)]
+    if not len(errors):
+        return "none yet: in a run they compare dQ of some heads with FP32"
+    audits, most = plural(len(errors), "audit"), three_digits(100 * errors.max())
+    return (
+        f"{audits}: at most {most} % of dQ along W_Q is wrong; from {100 * WRONG:g} % on it counts"
+    )
+
+
 # --- modules -------------------------------------------------------------------------------------
 
 
 def _layers_of(run: RunSoFar) -> Document | None:
     """The map of layers: the largest numbers of each module's latest audits, or why it has none."""
-    why = run.metadata.get(_UNMEASURED)
-    why = why if isinstance(why, Mapping) else {}
+    why = _mapping(run.metadata, _UNMEASURED)
     found: dict[str, list[Any]] = {name: [] for name in why}
     for number in cast(Iterable[Any], _largest_of(run.modules).itertuples(index=False)):
         found.setdefault(number.module, []).append(number)

@@ -73,7 +73,7 @@ class LiveRun:
 
     def __init__(self, path: str | Path, name: str = "", *, is_open: bool = True) -> None:
         self.path = Path(path)
-        self.name = name or names_of_runs([self.path])[0]
+        self._place = name or names_of_runs([self.path])[0]
         self.problem = ""  # why it cannot be read
         self.is_open = is_open  # whether its page is wanted, and not its judgement alone
         self.looked_at = 0.0
@@ -154,6 +154,12 @@ class LiveRun:
         }
 
     @property
+    def name(self) -> str:
+        """What its tracker calls it, and its folder."""
+        called = self._follower.metadata.get("name")
+        return f"{called} ({self._place})" if called else self._place
+
+    @property
     def _ended(self) -> Ended | None:
         """How the run ended, None while it goes on; a silent one was killed."""
         is_silent = (self._seconds_silent() or 0.0) > SILENT_SECONDS
@@ -190,6 +196,7 @@ class LiveRun:
                     "headline": found.headline if run.ended else found.headline_running,
                     "outcome": found.state,
                     "loss": last_loss(run.last_losses),
+                    "losses": self.page.losses(),
                 }
 
     def _seconds_silent(self) -> float | None:

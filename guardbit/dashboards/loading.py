@@ -48,11 +48,12 @@ def read(path: str | os.PathLike[str]) -> LoadedRun:
     frame, folder = reading.read_run(path), files.folder_of_run(path)
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")
+    metadata = reading.read_metadata(path)
     return LoadedRun(
-        files.names_of_runs([Path(path)])[0],
+        str(metadata.get("name") or files.names_of_runs([Path(path)])[0]),
         frame,
         reading.read_events(path),
-        reading.read_metadata(path),
+        metadata,
         reading.read_end(path) or ("not closed" if files.is_run(folder) else None),
         read_diagnosed(folder),
         reading.read_modules(path),

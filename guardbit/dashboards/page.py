@@ -194,6 +194,11 @@ class RunPage:
         firsts = {mark["kind"]: mark for mark in reversed(self.state["marks"])}
         return {"steps": _steps_of(history), "lines": lines, "marks": list(firsts.values())}
 
+    def losses(self) -> list[float | None]:
+        """Returns the loss as the list of runs draws it."""
+        known = self.run.of_run("loss") if self.run.last_losses else pd.Series()
+        return plain_numbers(thinned(known, 60).to_numpy(float))
+
     def answers(self) -> Json:
         """Returns everything that the page can ask for, for a page without a server."""
         return {

@@ -33,6 +33,13 @@ Rounding = Literal["nearest", "truncated"]
 #: Where delta comes from: rowsum(dO O) of the returned O, rowsum(P dP), or nowhere: it is 0.
 DeltaSource = Literal["output", "probabilities", "dropped"]
 
+#: How scores of a repeated token change: not at all, with the distance of two places, or otherwise.
+Positions = Literal["none", "rotated", "learned"]
+# Change between neighbours that counts, and that along diagonals, as a part of the one across.
+# Ten small models in BF16: without positions at most .0005, others .03 and more; rotated at most
+# .01, learned .99 and more.
+_CHANGE, _ALONG = 0.005, 0.25
+
 
 @dataclass(frozen=True)
 class Arithmetic:
@@ -347,3 +354,15 @@ def over_rows(head: HeadInputs, compute: Callable[[Chunk], dict[str, Tensor]]) -
     """Computes something of all rows, chunk by chunk, and joins it along the second axis."""
     parts = [compute(chunk) for chunk in chunks(head)]
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+
+
+def positions_in(q: Tensor, k: Tensor) -> Positions:
+    """Returns how `(B, H, N, D)` of a token that fills all N places hold its place."""
+    q, k = q.double(), k.double().repeat_interleave(q.size(1) // k.size(1), 1)
+    scores = q @ k.transpose(-1, -2)
+    size = q.norm() * k.norm() / q[..., 0].numel()  # of a score of two parallel vectors
+    along = (scores[..., 1:, 1:] - scores[..., :-1, :-1]).square().mean().sqrt()
+    across = (scores[..., 1:, :-1] - scores[..., :-1, 1:]).square().mean().sqrt()
+    if max(along, across) <= _CHANGE * size:
+        return "none"
+    return "rotated" if along < _ALONG * across else "learned"

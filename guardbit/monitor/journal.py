@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from guardbit.judgement import Ended, Evidence, Judgement, cause_of, is_place, judge, verdict_of
+from guardbit.judgement.sentences import ENDS
 from guardbit.monitor import ranks
 from guardbit.monitor.settings import Settings
 from guardbit.monitor.sites import Limits, shown
@@ -27,7 +28,7 @@ from guardbit.records import (
     place_of,
     printable,
 )
-from guardbit.store import RunFollower, RunWriter, is_run, read_events
+from guardbit.store import RunFollower, RunWriter, is_run, read_end, read_events
 from guardbit.store.reading import resumptions, samples_of
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -136,7 +137,11 @@ class Journal:
     def _open(self, first_step: int, remembered: list[Event], is_resumed: bool) -> RunWriter:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
-        goes_on = is_run(self._dirpath)
+        goes_on, held = is_run(self._dirpath), "a run"
+        if goes_on:
+            with suppress(OSError, ValueError):
+                end = ENDS.get(read_end(self._dirpath) or "not closed", held)
+                held = end.replace("the run", "a run that")
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         writer = RunWriter(
@@ -146,9 +151,10 @@ class Journal:
         )
         if goes_on and not is_resumed:
             log.warning(
-                "%s already holds a run, and this one does not go on from its checkpoint: it"
+                "%s already holds %s, and this one does not go on from its checkpoint: it"
                 " hides what was recorded from step %d on; another dirpath keeps both",
                 self._dirpath,
+                held,
                 first_step,
             )
         if is_resumed and goes_on:

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
+from guardbit import HuggingFaceMonitor, Policy, load, read_events, read_run
 from guardbit.callbacks import huggingface
 from guardbit.callbacks.loggers import COUNTED_KEYS
 from guardbit.catalog import LOGGED_KEYS
@@ -100,7 +100,8 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_wei
 def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path, capsys):
     folder = tmp_path / "a run"
     settings = {"save_strategy": "no", "report_to": "tensorboard", "logging_steps": 500}
-    train(folder, HuggingFaceMonitor(4, strict=True), **settings)
+    train(folder, HuggingFaceMonitor(4, strict=True), run_name="sunny-7", **settings)
+    assert load(folder).name == "sunny-7"
     (log,) = folder.rglob("events.out.tfevents*")
     events = EventAccumulator(str(log.parent))
     events.Reload()

@@ -1,11 +1,51 @@
+from types import SimpleNamespace
+
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from guardbit import AttentionMonitor
+from guardbit import AttentionMonitor, load
 from guardbit.callbacks.loggers import LoggedRun
 from guardbit.catalog import LOGGED_KEYS
+from guardbit.dashboards.live import LiveRuns
 from guardbit.monitor.detectors import HeadGrowth
 from guardbit.records import Sample
+from tests.callbacks.monitoring.reading import Recorder
+
+
+class Tracker(Recorder):
+    """A logger that takes texts as W&B's does, of a run that has a name."""
+
+    experiment = SimpleNamespace(name="sunny-7")
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def log_text(self, key, columns, data, step):
+        self.texts += [(key, step, *row) for row in data]
+
+
+def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains, tmp_path):
+    tracker = Tracker()
+    monitor = AttentionMonitor(2, strict=True, dirpath=tmp_path / "run")
+    steps = {1: "row_max", 4: "none", 7: "row_max"}
+
+    def switch(trainer, *_):
+        if trainer.global_step in steps:  # after the step's sample was logged
+            monitor.session.switch("*", steps[trainer.global_step])
+
+    by_hand = LambdaCallback(on_train_batch_end=switch)
+    trains.fit(monitor, by_hand, max_steps=9, logger=tracker)
+    where = "net.h.0.attn heads 0, 1, net.h.1.attn heads 0, 1: by hand"
+    assert tracker.texts == [
+        ("guardbit/switches", at, at, f"GuardBit: step {step}: switch to {name}: {where}")
+        for at, step, name in ((2, 0, "row_max"), (4, 3, "none"), (8, 6, "row_max"))
+    ]
+    assert load(tmp_path / "run").name == "sunny-7"
+    runs = LiveRuns(tmp_path)
+    runs.look()
+    assert [row["name"] for row in runs.rows()["runs"]] == ["sunny-7 (run)"]
 
 
 def sampled(step, values, layer=0):
@@ -41,10 +81,11 @@ def test_tensorboard_gets_pictures_texts_and_scalars(trains, tmp_path):
     assert [image.step for image in images] == [2, 6]
     assert images[0].width == 1000
     (texts,) = [tag for tag in log.Tags()["tensors"] if tag.startswith("guardbit/alarms")]
-    told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode()
-    # The line that the console has.
-    begin = "GuardBit: step 0: alarm net.h.0.attn heads 0, 1: head 0 "
-    assert told.startswith(begin) and len(told) <= 160
+    # A paragraph for each line that the console has: those of one step are one text.
+    told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode().split("\n\n")
+    begins = [f"GuardBit: step 0: alarm net.h.{layer}.attn heads 0, 1: head 0 " for layer in (0, 1)]
+    for line, begin in zip(told, begins, strict=True):
+        assert line.startswith(begin) and len(line) <= 160
     assert set(LOGGED_KEYS) < set(log.Tags()["scalars"])
 
 

@@ -143,6 +143,16 @@ test("a range holds the values in view, from 0 where that is near", () => {
   near(format.rangeOf(steps, [[2, 2, 2, 2]], 0, 3, false), [2 - 0.12, 2 + 0.12]);
 });
 
+test("a small line leaves out what lies far above the rest", () => {
+  const losses = [90, 2, 1.5, 1, 1, 1, 1, 1, 1, null, 1, 1.2];
+  const points = plain(format.sparkPoints(losses, 110, 20));
+  assert.deepEqual(points.map(([x]) => x), [0, 10, 20, 30, 40, 50, 60, 70, 80, 100, 110]);
+  assert.deepEqual(points.map(([, y]) => y), [0, 0, 10, 20, 20, 20, 20, 20, 20, 20, 16]);
+  equal(format.sparkPoints([3, 3], 80, 24), [[0, 12], [80, 12]]);
+  equal(format.sparkPoints([3], 80, 24), [[80, 12]]);
+  equal(format.sparkPoints([], 80, 24), []);
+});
+
 test("ticks of a log axis are few and round", () => {
   near(format.logTicks(1, 2), [1, 1.25, 1.5, 1.75, 2]);
   near(format.logTicks(1, 10), [1, 1.5, 2, 3, 5, 7, 10]);

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from guardbit.callbacks import loggers
 from guardbit.callbacks.loggers import COUNTED_KEYS, MODULE_KEY, WORST_KEYS
-from guardbit.callbacks.monitoring import ALARMS_KEY, MAP_KEY
+from guardbit.callbacks.monitoring import MAP_KEY
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.dashboards import figures
 
@@ -15,7 +16,7 @@ TEXT = (DOCS / "dashboards.md").read_text(encoding="utf-8")
 def test_every_key_is_in_the_table_and_every_key_of_the_table_exists():
     documented = set(re.findall(r"`(guardbit/[a-z_]+)`", TEXT))
     documented = {key for key in documented if not (DOCS.parent / key).exists()}
-    others = {MODULE_KEY, ALARMS_KEY, MAP_KEY}
+    others = {MODULE_KEY, loggers.ALARMS_KEY, loggers.SWITCHES_KEY, MAP_KEY}
     assert documented == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS, *others}
 
 

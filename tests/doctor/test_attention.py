@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.doctor.attention import EXACT, FLASH, chunks, head_of_call
+from guardbit.doctor.attention import EXACT, FLASH, chunks, head_of_call, positions_in
 from guardbit.doctor.diagnose import measure
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
@@ -108,3 +108,31 @@ def test_what_cannot_be_diagnosed_is_refused_in_a_sentence(change, spec, why):
     q, k, v, d_out = drawn()
     with pytest.raises(ValueError, match=why):
         head_of_call(change(q), k, v, d_out, spec, 0)
+
+
+def turned(x, part):
+    """Rotates the first of the pairs of numbers of `(B, H, N, D)` by their token's place."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    angles = torch.arange(x.size(2))[:, None] * 10_000.0 ** -torch.linspace(0, 1, part)
+    pairs[..., :part] *= torch.polar(torch.ones(()), angles)
+    return torch.view_as_real(pairs).flatten(-2)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("expected", "place"),
+    [
+        ("none", lambda x: x),
+        ("rotated", lambda x: turned(x, 16)),
+        ("rotated", lambda x: turned(x, 4)),
+        ("learned", lambda x: x + 0.1 * torch.randn(x.shape[2:])),
+        # Norms that turning keeps, too: a norm after the projection makes all places alike in it.
+        ("learned", lambda x: (x + torch.randn(x.shape[2:])) / x.norm(dim=-1, keepdim=True)),
+        ("learned", lambda x: x + torch.arange(x.size(2))[:, None].mul(0.3).sin()),
+    ],
+    ids=["none", "rotated", "rotated in part", "added", "added, then normed", "waves added"],
+)
+def test_positions_are_told_by_what_they_do_to_a_repeated_token(expected, place, key_heads):
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, heads, 1, 32).repeat(1, 1, 24, 1) for heads in (4, key_heads))
+    assert positions_in(place(q).bfloat16(), place(k).bfloat16()) == expected

@@ -361,7 +361,8 @@ function prepared({ name, title, axis, steps, lines }, isLog) {
   const heading = label.replace(/ \(.*\)$/, "");
   return {
     heading,
-    up: (axis ?? unit ?? label) + (isLog ? ", log scale" : ""),
+    // The heading above has the name.
+    up: [axis ?? unit, isLog ? "log scale" : null].filter(Boolean).join(", "),
     isLoss: name.endsWith("loss"),
     isOne: lines.length === 1,
     isLog,

@@ -165,6 +165,20 @@ function rangeOf(steps, lines, from, to, isLog) {
   return [low >= 0 && low < high / 2 ? 0 : low - span, high + span];
 }
 
+// Points [x, y] of a small line in a box, y downwards. A tenth of the values lies above it: a run
+// begins far above all that it comes to.
+function sparkPoints(values, width, height) {
+  const known = values.filter((value) => value != null).sort((a, b) => a - b);
+  const low = known[0];
+  const high = known[Math.floor(0.9 * (known.length - 1))];
+  const place = (value) => high > low ? Math.min((value - low) / (high - low), 1) : 0.5;
+  return values.flatMap((value, at) => {
+    if (value == null) return [];
+    const x = values.length > 1 ? (at / (values.length - 1)) * width : width;
+    return [[Math.round(x), Math.round((1 - place(value)) * height)]];
+  });
+}
+
 // A few round numbers of a log axis: more would be grey stripes. Within half a decade they are
 // evenly spaced.
 function logTicks(min, max) {

@@ -54,6 +54,7 @@ function rowOf(run) {
     cell([boxOf(run)]),
     cell([linkOf(run)]),
     cell(outcomeOf(run)),
+    cell([sparkOf(run.losses ?? [])], "spark"),
     cell([loss], "number", "loss"),
     cell([step], "number", "last step"),
     cell(chipOf(run)),
@@ -78,6 +79,17 @@ function boxOf(run) {
   box.onchange = () => choose(run.id, box.checked);
   if (box.checked) box.style.accentColor = colourOfRun(at);
   return box;
+}
+
+function sparkOf(losses) {
+  const drawn = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const line = document.createElementNS(drawn.namespaceURI, "polyline");
+  drawn.setAttribute("viewBox", "0 0 80 24");
+  drawn.setAttribute("aria-hidden", "true");
+  const points = sparkPoints(losses, 80, 24);
+  line.setAttribute("points", points.map((point) => point.join(",")).join(" "));
+  drawn.append(line);
+  return drawn;
 }
 
 function linkOf(run) {

@@ -167,7 +167,7 @@ def test_they_are_there_from_the_first_step_and_stay(trains, tmp_path, late):
     assert [step[LOGIT].item() for step in seen.values] == pytest.approx([logits[s] for s in of])
     heads = [0, 0, 0, 1, 1, 1] if late else [0, 0, 1, 1, 1, 1]
     assert [step[ALARMED].item() for step in seen.values] == heads
-    assert seen.bars == [{"alarmed_heads": 1} if count else {} for count in heads]
+    assert seen.bars == [{"alarmed": 1} if count else {} for count in heads]
     assert all(value.device.type == "cpu" for value in trainer.callback_metrics.values())
 
 

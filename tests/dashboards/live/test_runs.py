@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from guardbit import read_run
 from guardbit.dashboards import live
 from guardbit.dashboards.live import LiveRuns
 from guardbit.records import Sample
@@ -45,6 +46,8 @@ def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder, monkeyp
         "a/done": 90, "a/broke": 90, "killed": 90, "on": 40
     }  # fmt: skip
     assert len({row["id"] for row in rows.values()}) == 4
+    losses = read_run(folder / "a/done").query("indicator == 'loss'")["value"]
+    assert rows["a/done"]["losses"] == pytest.approx(losses.tolist(), rel=1e-3)
     assert all(row["alarms"] == 0 and row["problem"] == "" for row in rows.values())
     # One that nobody has opened, and that writes no more, was killed.
     monkeypatch.setattr(live, "SILENT_SECONDS", 0.0)

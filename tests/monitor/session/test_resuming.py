@@ -98,7 +98,16 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert not [line for line in caplog.messages if "already holds a run" in line]
     Loop(dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "already holds a run" in line]
-    assert f"{tmp_path} already holds" in told and "from step 0 on" in told
+    assert f"{tmp_path} already holds a run, and this one" in told and "from step 0 on" in told
+    for end, held in [
+        ("crashed", "that crashed, and"),
+        (None, "that was not closed: it was killed"),
+    ]:
+        writer = RunWriter(tmp_path)
+        if end is not None:
+            writer.close(end)
+        Loop(dirpath=tmp_path).run([0])
+        assert f"{tmp_path} already holds a run {held}" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("same", [True, False])
