@@ -92,9 +92,9 @@ class Findings:
     def _suspect(self, step: int) -> None:
         """Records what is beyond its limit for the second time, of the innermost modules."""
         beyond = [row for row in self.rows if row.excess > 1]
-        # Modules come as in the backward. What forwards show is first in the forward's order: the
-        # gradients of what is wrong may be anything.
-        beyond.sort(key=_is_of_forward, reverse=True)
+        # Outputs first: the gradients of what is wrong may be anything. These in backward order.
+        of_forward = [row for row in beyond if _is_of_forward(row)]
+        beyond = of_forward + [row for row in reversed(beyond) if not _is_of_forward(row)]
         keys = {(row.module, row.tensor, row.statistic): row for row in beyond}
         audited = {row.module for row in self.rows}
         before = {key for key in self._suspects if key[0] in audited}

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import guardbit
 from guardbit import MonitorSession
 from guardbit.layers import call
+from guardbit.layers.findings import Findings, Found
 from tests.layers.nets import Net, batch
 from tests.toys import Attention
 
@@ -203,6 +204,17 @@ def test_a_wrong_backward_is_named_once_in_the_innermost_module(tmp_path):
     assert why.startswith(
         "the backward does not fit its forward: the gradient of the input is -20.0%"
     )
+
+
+def test_gradients_off_at_one_step_are_told_as_the_backward_comes_to_them():
+    events = []
+    findings = Findings(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), events.append)
+    tensors = ["input", "output", "weight", "input"]
+    off = torch.tensor(0.5)
+    found = [Found(str(i), "linear", tensors[i], "relative_error", off) for i in range(4)]
+    for step in range(2):
+        findings.add(step, found, [0.5] * 4)
+    assert [event.site for event in events] == ["1", "3", "2", "0"]
 
 
 def test_a_class_derived_from_pytorchs_is_compared_with_that(tmp_path):
