@@ -405,7 +405,8 @@ def _tried(made: Any) -> dict[str, Any]:
     try:
         if not inputs:
             sizes = [x.num_embeddings for x in model.modules() if isinstance(x, torch.nn.Embedding)]
-            inputs = [torch.full((1, 32), min([5, *(size - 1 for size in sizes)]))]
+            token = min([5, *(size - 1 for size in sizes)])
+            inputs = [torch.full((1, 32), token, dtype=torch.int64, device=device)]
         with torch.autocast(device, torch.bfloat16):
             out = model(*private.tree_map(repeated, inputs))
         outputs = [x for x in private.tree_leaves(out) if isinstance(x, torch.Tensor)]

@@ -138,7 +138,7 @@ class Journal:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
         goes_on, held = is_run(self._dirpath), "a run"
-        if goes_on:
+        if goes_on and not is_resumed:  # before this run has a session there
             with suppress(OSError, ValueError):
                 end = ENDS.get(read_end(self._dirpath) or "not closed", held)
                 held = end.replace("the run", "a run that")
