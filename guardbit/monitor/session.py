@@ -110,8 +110,8 @@ class Session(Guarded):
         with refusing():
             is_of_layers = settings.audit_modules or settings.locate_nonfinite
             needs_attention = self.policy is not None or not is_of_layers
-            made = instrumented(model, settings.sites, needs_attention)
-            self.instrumentation: Instrumentation = made
+            # In one line: no error comes between what it installs and who takes it out.
+            self.instrumentation = instrumented(model, settings.sites, needs_attention)
         is_compensated = self.policy is not None and self.policy.stabilizer == "compensated"
         self.instrumentation.keep_residuals(is_compensated)
         self._measurement = Measurement(self.instrumentation, settings)
