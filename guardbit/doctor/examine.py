@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.doctor.attention import Chunk
 from guardbit.doctor.exact import (
     OF_KEYS,
     TENSORS,
     Exact,
     Gap,
-    Unit,
     delta_error,
     gaps,
-    head_of_unit,
 )
 from guardbit.doctor.inputs import ExaminedCall
 from guardbit.kernels.engines import LIBRARIES, Engine, choose, library_engine
@@ -107,7 +104,7 @@ def backward(engine: Engine, call: ExaminedCall, out: Tensor, lse: Tensor | None
 # --- the examination of one -----------------------------------------------------------------------
 
 #: Kinds of inputs on which more is examined than whether results are within bounds.
-DRAWN, COUNTED, TIED = "as drawn", ("keys counted", "rows counted"), "tied maxima"
+DRAWN, TIED = "as drawn", "tied maxima"
 
 # A part of dQ's error, in squares, that is enough to say that delta is wrong.
 _MOSTLY = 0.9
@@ -123,8 +120,6 @@ _SURE = 6.0
 # Rows from which on their spread says something: of 64 normal deviates 1e-7 exceed six of its
 # standard errors.
 _ENOUGH_ROWS = 64
-# Most calls to read a mask with.
-_READS = 256
 
 _WORDS = {"out": "the output", "lse": "logsumexp", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
@@ -136,7 +131,7 @@ _SENTENCES = {
 }
 
 #: What a finding can be.
-FaultName = Literal["fails", "nonfinite", "race", "mask", "truncation", "delta", "off"]
+FaultName = Literal["fails", "nonfinite", "race", "truncation", "delta", "off"]
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,6 @@ class Examination:
         # The wrong tensors of each kind of inputs, by what is wrong: nonfinite, race, off.
         self._noted: dict[str, dict[str, set[str]]] = {}
         self._failures: dict[str, list[str]] = {}  # a sentence, and on which kinds of inputs
-        self._wrong_mask = ""  # in a sentence
         self._truncated: set[str] = set()
         self._delta_fit: DeltaFit | None = None
 
@@ -208,12 +202,7 @@ class Examination:
         self._noted[kind] = {"nonfinite": nonfinite, "race": race, "off": off}
         for name in results:
             self._add_row(kind, [gap for gap in found if gap.tensor == name], units)
-        if race:
-            return
-        if kind in COUNTED and off and not self._wrong_mask:
-            worst = max((gap for gap in found if gap.tensor in off), key=lambda gap: gap.largest)
-            self._look_at_mask(call, worst.exact.unit)
-        if nonfinite:
+        if race or nonfinite:
             return
         if kind == DRAWN:
             small = {gap.tensor for gap in found if is_truncated(gap, call.q.dtype)}
@@ -221,13 +210,6 @@ class Examination:
         if kind == TIED and "out" not in off:
             dq = [gap for gap in found if gap.tensor == "dq"]
             self._delta_fit = fit_delta(call, dq, results)
-
-    def _look_at_mask(self, call: ExaminedCall, unit: Unit) -> None:
-        for where in ("forward", "backward"):
-            said = read_mask(self.engine, call, unit, where == "backward")
-            if said is not None:
-                self._wrong_mask = f"the mask of its {where} is wrong: {said}."
-                return
 
     def _add_row(self, kind: str, found: Sequence[Gap], units: str) -> None:
         errors = sum(gap.error.nan_to_num(0.0).square().sum().item() for gap in found)
@@ -278,8 +260,6 @@ class Examination:
     def _cause_of_off(self, is_known: bool) -> Finding | None:
         """Returns the cause of results outside their bounds, or of a bias within them, or None."""
         kinds, tensors = self._gathered("off")
-        if self._wrong_mask:
-            return self._finding("mask", kinds, tensors, self._wrong_mask)
         if self._truncated:
             names = [name for name in TENSORS if name in self._truncated]
             return self._finding("truncation", (DRAWN,), names, _sentence_of("truncation", names))
@@ -365,43 +345,6 @@ def is_truncated(gap: Gap, dtype: torch.dtype) -> bool:
         return False
     share, deviations = shares.mean().item(), (shares.std() / math.sqrt(shares.numel())).item()
     return abs(share) > _SURE * deviations and -3 * u < share < -_TRUNCATED * u
-
-
-@torch.no_grad()
-def read_mask(engine: Engine, call: ExaminedCall, unit: Unit, of_backward: bool) -> str | None:
-    """Says how an engine's mask differs from the call's in one unit, None where it does not.
-
-    Which keys queries see is read off by equal scores and values 1 at one place.
-    """
-    _, _, rows, keys = call.sizes
-    width, own = call.q.size(-1), unit.heads(call.group)
-    length = rows if of_backward else keys
-    if -(-length // width) > _READS:
-        return None
-    zero_q, zero_k, zero_v = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
-    seen = torch.zeros(call.group, rows, keys, dtype=torch.bool, device=call.q.device)
-    for member in range(call.group if of_backward else 1):
-        head = own.start + member if of_backward else unit.kv_head
-        for start in range(0, length, width):
-            count = min(width, length - start)
-            block = torch.arange(count, device=call.q.device)
-            marked = torch.zeros_like(call.q if of_backward else call.v)
-            marked[unit.batch, head, start + block, block] = 1
-            v, d_out = (zero_v, marked) if of_backward else (marked, call.d_out)
-            probe = ExaminedCall(zero_q, zero_k, v, d_out, call.spec)
-            out, lse = engine.forward(probe.inputs, training=True)
-            if of_backward:
-                dv = backward(engine, probe, out, lse)["dv"][unit.batch, unit.kv_head]
-                seen[member, start : start + count] = (dv[:, :count] != 0).T
-            else:
-                seen[:, :, start : start + count] = out[unit.batch, own, :, :count] != 0
-    wanted = (Chunk(head_of_unit(call, unit)).added > -math.inf).expand(seen.shape)
-    extra, missing = seen & ~wanted, wanted & ~seen
-    for pairs, words in ((extra, "sees key {}, which is hidden"), (missing, "does not see key {}")):
-        if pairs.any():
-            head, row, key = torch.nonzero(pairs)[0].tolist()
-            return f"query {row} of head {own.start + head} {words.format(key)}"
-    return None
 
 
 class DeltaFit(NamedTuple):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.engines import Inputs
-from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Formats whose attention is examined; FP32's has other error bounds.
@@ -29,9 +28,6 @@ _FAR = 120.0
 
 # Of gradients of the output; dK, which sums over rows, still fits FP16.
 _HUGE = {torch.bfloat16: 2.0**60, torch.float16: 2.0**5}
-
-# Queries whose visible keys are counted at a time.
-_CHUNK = 1024
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -217,41 +213,16 @@ def _huge_gradients(draw: _Drawing) -> _Tensors:
 
 
 def _keys_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores; keys and values are 1 at one position, so out and dQ count visible keys."""
+    """Equal scores; keys and values are 1 at one position, so that one key more or less shows."""
     positions = draw.one_hot(draw.kv_heads)
-    features = draw.normal(draw.heads)[:, :, :1].sign()
-    d_out = _visible_keys(draw) * features
+    d_out = draw.normal(draw.heads).sign()
     return torch.zeros_like(d_out), positions, positions, d_out
-
-
-def _rows_counted(draw: _Drawing) -> _Tensors:
-    """Equal scores; queries and gradients are 1 at one position, so that dK and dV count rows."""
-    positions = draw.one_hot(draw.heads)
-    k = torch.ones_like(draw.normal(draw.kv_heads))
-    signs = (draw.drawn(torch.rand, draw.kv_heads) < 0.5).float() * 2 - 1
-    v = signs * torch.ones_like(k)
-    return positions, k, v, _visible_keys(draw) * positions
-
-
-def _visible_keys(draw: _Drawing) -> Tensor:
-    """How many keys each query sees, FP32, as wide as (B, H, N, 1), 1 where none."""
-    length, spec = draw.shape.length, draw.spec
-    # All rows of a mask that is the same for all of an axis are alike.
-    of_mask = () if spec.mask is None else spec.mask.shape
-    batch, heads = (1, 1, 1, 1, *of_mask)[-4:-2]
-    head_ids, positions = (torch.arange(n, device=draw.device) for n in (heads, length))
-    sizes = (batch, heads, length, length)
-    tiles = (mask_tile(spec, sizes, head_ids, rows, positions) for rows in positions.split(_CHUNK))
-    counts = torch.cat([(tile > -math.inf).sum(-1) for tile in tiles], -1)
-    # Powers of two scale without rounding.
-    return counts.clamp(min=1).log2().round().exp2()[..., None].float()
 
 
 #: Kind of inputs, as findings name it -> what draws them.
 KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
     "as drawn": _Drawing.plain,
     "keys counted": _keys_counted,
-    "rows counted": _rows_counted,
     "tied maxima": _tied_maxima,
     "low logsumexp": partial(_distant_scores, -_FAR),
     "high logsumexp": partial(_distant_scores, _FAR),

@@ -180,9 +180,9 @@ def one_key_more(seen: Tensor) -> Tensor:
     return seen
 
 
-def one_key_less(seen: Tensor) -> Tensor:
-    """The first key that row 40 sees, in head 1."""
+def one_key_less(seen: Tensor, of: int = 40) -> Tensor:
+    """The first key that a row sees, in head 1."""
     seen = seen.clone()
-    row = seen[:, 1, 40]
+    row = seen[:, 1, of]
     row[torch.arange(len(row)), row.float().argmax(-1)] = False
     return seen
