@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import reference, tiles
-from guardbit.kernels.reference import Dropout, RowMaxima
 from guardbit.kernels.spec import AttentionSpec
 
 P = ParamSpec("P")
@@ -30,7 +29,6 @@ _LAUNCHERS = {
     "forward": "forward",
     "backward": "backward",
     "shadow": "shadow",
-    "row_maxima": "shadow",
     "exact_query_gradient": "audit",
     "exact_delta": "delta",
     "carry_exact_delta": "delta",
@@ -99,17 +97,3 @@ exact_query_gradient = _chosen(reference.exact_query_gradient, alike=True)
 exact_delta = _chosen(reference.exact_delta)
 carry_exact_delta = _chosen(reference.carry_exact_delta)
 carry_compensated_delta = _chosen(reference.carry_compensated_delta)
-
-
-def row_maxima(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    query_ids: Tensor | None,
-    dropout: Dropout | None,
-) -> RowMaxima:
-    """Only the maxima of `shadow`, computed by the same backend, so that they are the same."""
-    run = launcher("row_maxima", k.shape == v.shape and _suits_triton(q, spec, dropout))
-    return run(q, k, spec=spec, query_ids=query_ids)

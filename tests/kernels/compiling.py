@@ -122,7 +122,7 @@ def variants(architecture):
         ),
         "shadow": (
             shadow.shadow_kernel, "bf16",
-            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0, "ONLY_MAXIMA": False},
+            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0},
         ),
         # FP16 takes more products than BF16.
         "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),

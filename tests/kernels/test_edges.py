@@ -39,10 +39,6 @@ def run_shadow(kernel, d_out, q, k, v):
     return {"q": [found.out], "rows": found[2:5], "maxima": maxima}
 
 
-def run_maxima(kernel, d_out, q, k, v):
-    return {"maxima": kernel(q, k, spec=SPEC)}
-
-
 def run_audit(kernel, d_out, q, k, v):
     return {"q": [kernel(d_out, q, k, v, spec=SPEC, head_ids=[0, 1])]}
 
@@ -52,7 +48,6 @@ TRITON = [
     (run_backward, backward.backward),
     (run_delta, delta.exact_delta),
     (run_shadow, shadow.shadow),
-    (run_maxima, shadow.row_maxima),
     (run_audit, audit.exact_query_gradient),
 ]
 TORCH = [(run, getattr(reference, kernel.__name__)) for run, kernel in TRITON]

@@ -18,7 +18,6 @@ def test_a_quotient_of_scores_hides_no_key():
     spec = AttentionSpec(1.0, score_function=lambda s, h, r, c: s * s.abs() / s.abs())
     result = reference.shadow(q, k, k, spec=spec)
     assert (result.row_max.item(), result.largest.item()) == (70.0, 90.0)
-    assert reference.row_maxima(q, k, spec=spec).largest.item() == 90.0
 
 
 @pytest.mark.parametrize("causal", [False, True])

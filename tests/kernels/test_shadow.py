@@ -164,9 +164,6 @@ def test_nan_and_infinity_show_and_are_not_counted(module):
     k[0, 0, 5, 0] = math.inf
     q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
     result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
-    alone = module.row_maxima(q, k, spec=AttentionSpec(1.0))
-    torch.testing.assert_close(alone.row_max, result.row_max, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(alone.largest, result.largest, rtol=0, atol=0, equal_nan=True)
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()

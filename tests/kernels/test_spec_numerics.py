@@ -118,11 +118,6 @@ def check_shadow(module, tensors, spec, truth, strict=False, rows=None):
     every = torch.cat([weights, sink_weights[..., None]], -1)
     entropy = torch.special.entr(every).sum(-1).where(alive, 0.0)
     assert ((found.entropy - entropy).abs() <= of_entropy).all()
-    alone = found
-    if k.shape == v.shape:
-        alone = module.row_maxima(q, k, spec=spec, query_ids=rows)
-    assert torch.equal(alone.row_max, found.row_max)
-    assert torch.equal(alone.largest, found.largest)
 
 
 def check_audit(module, tensors, spec, truth, strict=False):
@@ -306,9 +301,6 @@ def test_chunks_change_nothing(monkeypatch):
         assert (found.out - truth.out).abs().max() <= 1e-5
         for mine, other in zip(found, whole, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-        alone = reference.row_maxima(*tensors[1:3], spec=spec)
-        assert torch.equal(alone.row_max, found.row_max)
-        assert torch.equal(alone.largest, found.largest)
 
 
 # ---- compiled, at lengths of many tiles ----

@@ -39,7 +39,7 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.mask import IRRELEVANT, hidden_rows
-from guardbit.kernels.reference import RowMaxima, Shadow
+from guardbit.kernels.reference import Shadow
 from guardbit.kernels.spec import AttentionSpec
 
 # As bits: below those of every size.
@@ -187,14 +187,13 @@ def shadow_kernel(
     inverse_scale, eps, eps_log2,
     HAS_QUERY_IDS: tl.constexpr, CAUSAL: tl.constexpr, RANGED: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, MASK: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
-    ONLY_MAXIMA: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M of the `count` rows of one head; heavy causal tiles come first.
 
-    The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
-    of the outputs row_max and largest are written; an additive mask needs both passes for these.
-    Rows that such a mask hides by finite numbers come out as others: it takes all heads to tell.
+    The keys are passed twice: the counts need the row's maximum first. Rows that an additive mask
+    hides by finite numbers come out as others: it takes all heads to tell.
     """
     row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
@@ -254,12 +253,6 @@ def shadow_kernel(
         tile = tl.arange(0, BLOCK_M)
         largest_base = largest_pointer + batch_head.to(tl.int64) * count + first
         tl.store(largest_base + tile, size, mask=tile < count - first)
-    if ONLY_MAXIMA:
-        # As below, where the sum of a row shows its NaN: the largest size does as well.
-        row_max = tl.where(size != size, float("nan"), row_max * scale)
-        row_max_base = row_max_pointer + batch_head.to(tl.int64) * count
-        tl.store(row_max_base + places, row_max, mask=places < count)
-        return
     # 0 instead of the -inf of a row that sees no key.
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
@@ -331,27 +324,23 @@ def shadow(
     spec: AttentionSpec,
     eps: float = 1e-3,
     query_ids: Tensor | None = None,
-    only_maxima: bool = False,
 ) -> Shadow:
-    """With `only_maxima`, `row_max` and `largest` alone hold what they should."""
     q, k, v = map(launch.rows_adjacent, (q, k, v))
     batch, num_heads, seqlen_q, _ = q.shape
     count = seqlen_q if query_ids is None else len(query_ids)
     shape = (batch, num_heads, count)
-    row_max, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    result = Shadow(*[row_max] * 5, largest)
-    if not only_maxima:
-        out = q.new_empty((*shape, v.shape[3]), dtype=torch.float32)
-        counts = [q.new_empty(shape, dtype=torch.int64) for _ in range(2)]
-        result = Shadow(out, row_max, *counts, torch.empty_like(row_max), largest)
+    out = q.new_empty((*shape, v.shape[3]), dtype=torch.float32)
+    row_max, entropy, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(3))
+    maxima, maxima_bf16 = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
+    result = Shadow(out, row_max, maxima, maxima_bf16, entropy, largest)
     call = launch.prepare(spec, q, v, "shadow", row_max)
-    if not result.out.numel():
+    if not out.numel():
         return result
     size_of_scale = launch.size_of_scale(call.scale)
     chosen = row_max if query_ids is None else query_ids.contiguous()
     sizes = num_heads, num_heads // k.shape[1], count, seqlen_q, k.shape[2], call.shift
     scales = size_of_scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
-    results = result.out, row_max, result.entropy, *result[2:4], largest
+    results = out, row_max, entropy, maxima, maxima_bf16, largest
     launch.run(
         shadow_kernel,
         -(-count // call.tile.block_m) * batch * num_heads,
@@ -360,22 +349,12 @@ def shadow(
         (*sizes, call.inner_scale, *scales, eps, eps * math.log2(math.e)),
         HAS_QUERY_IDS=query_ids is not None,
         NEGATIVE_SCALE=call.scale < 0,
-        ONLY_MAXIMA=only_maxima,
         **call.constants,
     )
     hidden = hidden_rows(spec, (*q.shape[:3], k.shape[2]), query_ids)
     if hidden is not None:
         for field in (row_max, largest):
             field.masked_fill_(hidden, -math.inf)
-        for field in (result.maxima, result.maxima_bf16, result.entropy):
+        for field in (maxima, maxima_bf16, entropy):
             field.masked_fill_(hidden, 0)
     return result
-
-
-def row_maxima(
-    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
-) -> RowMaxima:
-    # A mask that adds numbers needs both passes.
-    alone = spec.mask is None or spec.mask.dtype == torch.bool
-    found = shadow(q, k, k, spec=spec, query_ids=query_ids, only_maxima=alone)
-    return RowMaxima(found.row_max, found.largest)

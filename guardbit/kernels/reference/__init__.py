@@ -25,12 +25,10 @@ A mask, or another field of `spec`, that does not fit (B, H, N, M) is a ValueErr
 """
 
 from guardbit.kernels.reference.audit import (
-    RowMaxima,
     Shadow,
     delta_bias,
     exact_query_gradient,
     gradient_error,
-    row_maxima,
     shadow,
 )
 from guardbit.kernels.reference.common import Dropout

@@ -49,13 +49,6 @@ class Shadow(NamedTuple):
     largest: Tensor
 
 
-class RowMaxima(NamedTuple):
-    """The part of a `Shadow` that needs only the scores."""
-
-    row_max: Tensor
-    largest: Tensor
-
-
 # Scores that are looked at together; a CPU's cache holds fewer.
 _TOGETHER = {"cuda": 2**24, "cpu": 2**20}
 
@@ -65,7 +58,8 @@ class _Rows(NamedTuple):
 
     query_ids: Tensor  # INT64 (R,)
     scores: Tensor  # FP32 (B, H, R, M), -inf where a key is forbidden
-    maxima: RowMaxima  # NaN shows in both
+    row_max: Tensor  # FP32 (B, H, R), as in `Shadow`; NaN shows in it and in `largest`
+    largest: Tensor
     sees_nothing: Tensor  # boolean (B, 1, R), whether a row sees no key
 
 
@@ -94,24 +88,12 @@ def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None)
         near = scores >= (row_max - IRRELEVANT)[..., None]
         near |= bias >= (top_bias - IRRELEVANT)[..., None]
         largest = _largest(plain.abs_().where(near & (bias > -torch.inf), -torch.inf))
-        maxima = RowMaxima(row_max, largest.where(~row_max.isnan(), row_max))
-        yield _Rows(ids, scores, maxima, top_bias.amax(1, keepdim=True) < NO_KEY)
+        largest = largest.where(~row_max.isnan(), row_max)
+        yield _Rows(ids, scores, row_max, largest, top_bias.amax(1, keepdim=True) < NO_KEY)
 
 
 def _largest(x: Tensor) -> Tensor:
     return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
-
-
-@float32_products()
-def row_maxima(
-    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
-) -> RowMaxima:
-    """Only the maxima of `shadow`, to the bit, without values."""
-    parts = [
-        [maxima.masked_fill(rows.sees_nothing, -torch.inf) for maxima in rows.maxima]
-        for rows in _scored(q, k, spec, query_ids)
-    ]
-    return RowMaxima(*(torch.cat(of_rows, 2) for of_rows in zip(*parts, strict=True)))
 
 
 @float32_products()
@@ -129,7 +111,7 @@ def shadow(
     v = in_documents(v, spec.starts[1]).float()
     parts = []
     for rows in _scored(q, k, spec, query_ids):
-        scores, (row_max, largest), sees_nothing = rows[1:]
+        scores, row_max, largest, sees_nothing = rows[1:]
         reference = finite_reference(row_max)[..., None]
         maxima = count_tied(scores, row_max, eps)
         row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()

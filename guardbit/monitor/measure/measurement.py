@@ -109,7 +109,7 @@ class Measurement:
         self._metric.update(site.row, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
-        view = CallView(call, self._settings.num_rows, needs_shadow=self.plan.needs_shadow)
+        view = CallView(call, self._settings.num_rows)
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if not self.plan.audits or call.d_out is None or call.dq is None:

@@ -6,7 +6,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from guardbit.catalog import SUMS, Probe, of_probe
 from guardbit.doctor.attention import spread
 from guardbit.kernels import dispatch
 from guardbit.kernels.mask import in_documents, seen_keys
-from guardbit.kernels.reference import RowMaxima, Shadow, gradient_error
+from guardbit.kernels.reference import Shadow, gradient_error
 from guardbit.kernels.runtime import AttentionCall
 from guardbit.kernels.tensors import device_constant
 
@@ -33,8 +33,6 @@ class CallView:
     # has `d_out` and `dq`.
     audited: Sequence[int] = ()
     directions: Tensor | None = None  # FP32 `(H, D)`, the directions of their coherent errors
-    # Whether any probe reads the shadow; the maxima are then taken from it.
-    needs_shadow: bool = True
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -48,15 +46,16 @@ class CallView:
     def shadow(self) -> Shadow:
         """The output and statistics of these rows, recomputed in FP32."""
         call = self.call
-        return dispatch.shadow(call.q, call.k, call.v, eps=EPS, **self._given)
-
-    @cached_property
-    def maxima(self) -> Shadow | RowMaxima:
-        """The maxima of these rows, without a full shadow if no probe reads one."""
-        if self.needs_shadow:
-            return self.shadow
-        call = self.call
-        return dispatch.row_maxima(call.q, call.k, call.v, **self._given)
+        dropout = call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+        return dispatch.shadow(
+            call.q,
+            call.k,
+            call.v,
+            spec=call.spec,
+            eps=EPS,
+            query_ids=self.rows,
+            dropout=dropout,
+        )
 
     @cached_property
     def exact_dq(self) -> Tensor:
@@ -73,12 +72,6 @@ class CallView:
             dropout=call.dropout_of(self.audited),
         )
 
-    @property
-    def _given(self) -> dict[str, Any]:
-        call = self.call
-        dropout = call.dropout_of(range(call.q.size(1))) if call.known_heads else None
-        return {"spec": call.spec, "query_ids": self.rows, "dropout": dropout}
-
 
 class CallProbe:
     """Measures indicators in attention calls of S sites, H the most heads of one; stateless."""
@@ -86,7 +79,6 @@ class CallProbe:
     name: ClassVar[Probe]  # in the catalogue
     sums: tuple[str, ...] = ()  # the values that are added up over rows, micro-batches and ranks
     maxima: tuple[str, ...] = ()  # the values whose largest is taken
-    needs_shadow: bool = False  # whether it reads `CallView.shadow`
     # Whether indicators are sums over rows, not means, maxima or ratios. Ranks that make the very
     # same calls would count them several times.
     are_totals: ClassVar[bool] = False
@@ -152,16 +144,15 @@ class RowProbe(CallProbe):
         means = tuple(name for name in self.indicators if name in MEANS)
         self.maxima = tuple(name for name in self.indicators if name not in means)
         self.sums = ("rows", *means)
-        self.needs_shadow = bool(means)
 
     def update(self, view: CallView) -> Sequence[Tensor]:
-        found = [counted_rows(view.maxima.row_max)]
+        found = [counted_rows(view.shadow.row_max)]
         found += [MEANS[name](view.shadow) for name in self.sums[1:]]
         if self.maxima:
             # In size: rounding is as coarse below 0 as above, and softmax does not see a constant,
             # so scores may grow where no row's maximum shows it. Rows without a key have -inf. The
             # runs of `tests/data/runs` are older and hold the largest score with its sign.
-            found.append(view.maxima.largest.amax((-3, -1)))
+            found.append(view.shadow.largest.amax((-3, -1)))
         return found
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
@@ -221,7 +212,6 @@ class DeltaProbe(CallProbe):
 
     name = "delta"
     sums = ("delta_rows", "delta_bias", "delta_bias_abs")
-    needs_shadow = True
     are_totals = True
 
     def update(self, view: CallView) -> Sequence[Tensor]:
@@ -305,7 +295,6 @@ class Plan(NamedTuple):
     calls: tuple[CallProbe, ...]
     norms: frozenset[str]  # to take from the weights
     audits: bool  # of gradients, along the weights' largest directions
-    needs_shadow: bool
     totals: frozenset[str]  # the indicators that are sums over rows, see `CallProbe`
 
 
@@ -320,6 +309,5 @@ def plan_for(wanted: Collection[str]) -> Plan:
         calls,
         of("weights") | ({"w_q_spectral_norm"} if audits else set()),
         audits,
-        any(probe.needs_shadow for probe in calls),
         frozenset(name for probe in calls if probe.are_totals for name in probe.indicators),
     )

@@ -48,7 +48,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    for name in ("shadow", "row_maxima", "delta_bias", "exact_query_gradient"):
+    for name in ("shadow", "delta_bias", "exact_query_gradient"):
         counted(dispatch, name)
     for name in ("gram_matrices", "spectral_norms"):
         counted(weights, name)
@@ -74,7 +74,7 @@ TIES_AND_ENTROPY = ["multiple_maxima", "multiple_maxima_bf16", "attention_entrop
 
 # Of two sites and two sampled steps; only the second knows directions, which an audit needs.
 COSTS = [
-    (["max_logit"], {"row_maxima": 4}),
+    (["max_logit"], SCORES),
     (["max_logit", "delta_bias"], SCORES | {"delta_bias": 4}),
     (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 4)),
     (["delta_bias_abs"], SCORES | {"delta_bias": 4}),
@@ -84,7 +84,7 @@ COSTS = [
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
     (["key_common_mode"], {}),
-    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4}),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | SCORES),
     (["loss", "grad_norm"], {}),
 ]
 
