@@ -257,7 +257,6 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
 _OF_ROTATED = (
     "the study's five kinds with rotated keys (one not in every fourth layer) were hardly at risk"
 )
-_OF_OTHERS = "the study's three kinds with learned positions or none were at risk"
 _EVIDENCE = (
     "Only GPT-2 small was seen to fail: five of thirteen seeds at a rate of 1.5e-3. Of eight kinds"
     " of its size three were at risk; with Muon, tried later, GPT-2 was not, although its positions"
@@ -309,7 +308,7 @@ def _answer(run: RunSoFar, positions: Counter[str]) -> str:
     if rotated >= LEAST_ROTATED and not positions["learned"]:
         found = f"Hardly: {_OF_ROTATED}"
     elif positions and not rotated:
-        found = f"Perhaps: {_OF_OTHERS}"
+        found = "Perhaps: the study's three kinds with learned positions or none were at risk"
     return f"{found}. From step {RISK_STEP:,} on, the keys of a run say more: guardbit check RUN."
 
 

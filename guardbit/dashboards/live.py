@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,11 @@ class LiveRuns:
         until: float | None = None
         since = time.monotonic() - (self._searched or -SEARCH_SECONDS)
         if self.is_list and since >= SEARCH_SECONDS:
-            self._search()
+            known = {run.path for run in self._runs}
+            new = [path for path in runs_below(self.folder) if path not in known]
+            names = [str(path.relative_to(self.folder)) for path in new]
+            self._runs += map(partial(LiveRun, is_open=False), new, names)
+            self._searched = time.monotonic()
         for run in sorted(self._runs, key=lambda run: (not run.is_open, run.looked_at)):
             if not run.is_open:
                 until = until or time.monotonic() + LOOK_SECONDS
@@ -281,14 +286,6 @@ class LiveRuns:
                     said = repr(error)
                     log.warning("cannot look for runs in %s: %s", self.folder, said)
             self._stop.wait(LOOK_SECONDS)
-
-    def _search(self) -> None:
-        known = {run.path for run in self._runs}
-        new = [path for path in runs_below(self.folder) if path not in known]
-        self._runs += [
-            LiveRun(path, str(path.relative_to(self.folder)), is_open=False) for path in new
-        ]
-        self._searched = time.monotonic()
 
 
 class LiveServer:

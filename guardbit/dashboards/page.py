@@ -28,7 +28,7 @@ from guardbit.dashboards.history import (
     lower_quantile,
 )
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
-from guardbit.dashboards.tables import SAMPLES_AVERAGED, Head, RunSoFar, mark_of, marked
+from guardbit.dashboards.tables import SAMPLES_AVERAGED, RunSoFar, mark_of, marked
 from guardbit.records import Event
 
 Json = dict[str, Any]
@@ -165,6 +165,8 @@ class RunPage:
         if indicator not in history.high or indicator not in HEAD_INDICATORS:
             raise LookupError(f"the indicator {indicator} was not recorded")
         low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
+        worst = [(one["layer"], one["head"]) for one in self.state["worst"]]
+        drawn = [*dict.fromkeys([*self.run.first("alarm"), *worst])][:_DRAWN]
         return {
             "indicator": indicator,
             "steps": _steps_of(history),
@@ -177,7 +179,7 @@ class RunPage:
                     "head": head,
                     **_typical_span(*history.of_head(indicator, layer, head)),
                 }
-                for layer, head in self._notable()
+                for layer, head in drawn
             ],
         }
 
@@ -277,10 +279,6 @@ class RunPage:
                 }
             )
         return worst
-
-    def _notable(self) -> list[Head]:
-        worst = [(head["layer"], head["head"]) for head in self.state["worst"]]
-        return list(dict.fromkeys([*self.run.first("alarm"), *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         history = self.run.history

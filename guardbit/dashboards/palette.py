@@ -10,14 +10,9 @@ CONTEXT = "#8c939e"
 HIGHLIGHTS: tuple[tuple[str, str], ...] = (("#d55e00", "-"), ("#0072b2", "--"), ("#009e73", "-."))
 #: What became of a run; amber for all that is neither good nor lost.
 OUTCOME_COLOURS = {
-    "healthy": "#00664a",
-    "saved": "#00664a",
-    "warning": "#b84a00",
-    "alarmed": "#b84a00",
-    "switched": "#b84a00",
-    "unclear": "#b84a00",
-    "lost": "#a3260d",
-    "learning-rate": "#a3260d",
+    **dict.fromkeys(("healthy", "saved"), "#00664a"),
+    **dict.fromkeys(("warning", "alarmed", "switched", "unclear"), "#b84a00"),
+    **dict.fromkeys(("lost", "learning-rate"), "#a3260d"),
 }
 #: Ramp of the maps, from usual to diverging; its luminance falls steadily, so it reads in grey.
 HEAT_STOPS = ("#f1f2f4", "#f6cf9a", "#ec9336", "#c04a00", "#6b1f00", "#2b0a00")

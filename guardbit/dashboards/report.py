@@ -45,7 +45,13 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
     output = Path(output)
     if output.suffix.lower() not in ("", ".html"):
         raise ValueError(f"A report is an HTML file: {output} must end in .html, or be a folder.")
-    shown, answers, figures = _of_one(runs[0]) if len(runs) == 1 else compared(runs)
+    if len(runs) > 1:
+        shown, answers, figures = compared(runs)
+    else:
+        recorded = runs[0].recorded
+        shown = document.document_of(runs[0].name, recorded)
+        answers = RunPage(recorded).answers() if recorded.evidence.steps else None
+        figures = {name: draw(recorded) for name, draw in CHARTS.items()}
     folder = output.with_name(f"{output.stem}_figures")
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     pictures = {folder / f"{name}.png": figure for name, figure in drawn.items()}
@@ -69,13 +75,6 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
     )
     output.write_text(page, encoding="utf-8")
     return output
-
-
-def _of_one(run: LoadedRun) -> Report:
-    recorded = run.recorded
-    answers = RunPage(recorded).answers() if recorded.evidence.steps else None
-    figures = {name: draw(recorded) for name, draw in CHARTS.items()}
-    return document.document_of(run.name, recorded), answers, figures
 
 
 def _refuse_links(*paths: Path) -> None:

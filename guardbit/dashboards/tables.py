@@ -185,9 +185,6 @@ class Recorded(RunSoFar):
     def _rows_of(self, indicator: str) -> pd.DataFrame:
         return self.samples.iloc[self._rows.get(indicator, [])]
 
-    def first_step(self, mark: Mark) -> int | None:
-        return next((event.step for event in self.first(mark).values()), None)
-
     @cached_property
     def story(self) -> list[Head]:
         """The heads that all figures of a run are about, each in one colour."""

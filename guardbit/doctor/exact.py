@@ -97,11 +97,11 @@ def units_of(call: ExaminedCall, most: int | None) -> list[Unit]:
     return [units[place] for place in spread(len(units), most or len(units)).tolist()]
 
 
-def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
-    """Takes one unit out of a call: its query heads, which share keys and values."""
+@torch.no_grad()
+def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     spec, shape, own = call.spec, call.sizes, unit.heads(call.group)
     visible = visible_range(spec, shape, call.q.device)
-    return HeadInputs(
+    head = HeadInputs(
         call.q[unit.batch, own],
         call.k[unit.batch, unit.kv_head, None],
         call.v[unit.batch, unit.kv_head, None],
@@ -112,11 +112,6 @@ def head_of_unit(call: ExaminedCall, unit: Unit) -> HeadInputs:
         None if spec.mask is None else spec.mask.expand(shape)[unit.batch, own],
         spec.scale,
     )
-
-
-@torch.no_grad()
-def exactly(call: ExaminedCall, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
-    spec, head = call.spec, head_of_unit(call, unit)
     rows, keys = call.sizes[2:]
     q, k, v, d_out = (x.double() for x in (head.q, head.k[0], head.v[0], head.d_out))
     info = torch.finfo(call.q.dtype)

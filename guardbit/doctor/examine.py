@@ -65,10 +65,8 @@ def serves(name: str, call: ExaminedCall) -> bool:
         return False
     if not call.q.is_cuda or LIBRARIES[name](False).why_missing(is_packed=True) is not None:
         return False
-    return LIBRARIES[name] is not VarlenCuDNN or _runs_on_cudnn(call)
-
-
-def _runs_on_cudnn(call: ExaminedCall) -> bool:
+    if LIBRARIES[name] is not VarlenCuDNN:
+        return True
     q, k, v = (as_given(x, "NHD") for x in (call.q, call.k, call.v))
     spec = call.spec
     assert spec.documents is not None

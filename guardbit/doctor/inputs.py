@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from guardbit.kernels.engines import Inputs
 from guardbit.kernels.spec import AttentionSpec, Documents
@@ -165,12 +166,6 @@ class _Drawing:
     def uniform(self, heads: int) -> Tensor:
         return self.drawn(torch.rand, heads, self.shape.head_dim)
 
-    def one_hot(self, heads: int) -> Tensor:
-        """A 1 at a position drawn for each token, else 0."""
-        width = self.shape.head_dim
-        positions = self.drawn(partial(torch.randint, width), heads)
-        return torch.nn.functional.one_hot(positions[..., 0].long(), width).float()
-
     def plain(self) -> _Tensors:
         """Standard normal q, k, v and gradient of the output."""
         heads, kv_heads = self.heads, self.kv_heads
@@ -214,9 +209,10 @@ def _huge_gradients(draw: _Drawing) -> _Tensors:
 
 def _keys_counted(draw: _Drawing) -> _Tensors:
     """Equal scores; keys and values are 1 at one position, so that one key more or less shows."""
-    positions = draw.one_hot(draw.kv_heads)
-    d_out = draw.normal(draw.heads).sign()
-    return torch.zeros_like(d_out), positions, positions, d_out
+    width = draw.shape.head_dim
+    places = draw.drawn(partial(torch.randint, width), draw.kv_heads)[..., 0].long()
+    k, d_out = one_hot(places, width).float(), draw.normal(draw.heads).sign()
+    return torch.zeros_like(d_out), k, k, d_out
 
 
 #: Kind of inputs, as findings name it -> what draws them.

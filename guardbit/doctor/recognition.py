@@ -68,7 +68,14 @@ def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
     if head.dq is not None:
         wrong = wrong_rows(head, arithmetic)
         if 0 < wrong.double().mean() <= 1 - _AGREEING:
-            faults.append(Fault("dQ", "rows", _tell_rows(head, wrong)))
+            sequence, row = torch.nonzero(wrong)[0].tolist()
+            why = (
+                f"{int(wrong.sum())} of {wrong.numel()} rows of dQ are wrong, the first row"
+                f" {int(head.rows[row])} of sequence {sequence}, and all others are as roundings"
+                " make them: the cause is no rounding, but a race of threads, or a tile that was"
+                " not written"
+            )
+            faults.append(Fault("dQ", "rows", why))
     return arithmetic, tuple(faults)
 
 
@@ -149,13 +156,3 @@ def _faults(arithmetic: Arithmetic) -> list[Fault]:
         why = "delta is missing: the rows of dS do not sum to 0"
         faults.append(Fault("delta", "dropped", why))
     return faults
-
-
-def _tell_rows(head: HeadInputs, wrong: Tensor) -> str:
-    sequence, row = torch.nonzero(wrong)[0].tolist()
-    count, position = int(wrong.sum()), int(head.rows[row])
-    return (
-        f"{count} of {wrong.numel()} rows of dQ are wrong, the first row {position} of sequence"
-        f" {sequence}, and all others are as roundings make them: the cause is no rounding, but a"
-        " race of threads, or a tile that was not written"
-    )

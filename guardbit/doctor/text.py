@@ -41,10 +41,6 @@ def table(preflight: Preflight) -> Iterator[str]:
                 verdict(preflight, engine, shape, mask, dtype),
             )
         )  # fmt: skip
-    yield from _aligned(*lines)
-
-
-def _aligned(*lines: Sequence[str]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -62,13 +58,9 @@ def explain(preflight: Preflight) -> Iterator[str]:
         said = f"{finding.engine}: {finding.why} {finding.advice}"
         told.setdefault(said, []).append(" ".join(finding.case[1:]))
     for said, cases in (told | preflight.not_examined).items():
-        yield f"{said} ({_first_cases(cases)})"
+        more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
+        yield f"{said} ({'; '.join(cases[:3])}{more})"
     yield conclusion(preflight)
-
-
-def _first_cases(cases: Sequence[str]) -> str:
-    more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
-    return "; ".join(cases[:3]) + more
 
 
 def conclusion(preflight: Preflight) -> str:

@@ -75,11 +75,10 @@ class Judgement:
 
     # "healthy": rules judged the heads to the end, and neither the loss nor the logits rise.
     # "unclear": they did not. "warning": something rises, or the audit of modules found something,
-    # without an alarm. "alarmed": heads
-    # alarmed, and are not switched, or go on alarming or growing. "switched": all are switched, and
-    # nobody knows what that does. "saved": rounding was measured as the cause, half of the alarmed
-    # heads or more fell by more than they scatter, and the loss is sound. "lost": the loss
-    # diverged, or is not finite.
+    # without an alarm. "alarmed": heads alarmed, and are not switched, or go on alarming or
+    # growing. "switched": all are switched, and nobody knows what that does. "saved": rounding was
+    # measured as the cause, half of the alarmed heads or more fell by more than they scatter, and
+    # the loss is sound. "lost": the loss diverged, or is not finite.
     state: State
     cause: Cause
     risk: Risk

@@ -24,11 +24,8 @@ BACKENDS = ("auto", "torch", "triton")
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
-#: What Triton computes -> the module of `guardbit.kernels.device` that launches it.
+#: What Triton computes -> the module of `kernels.device` that launches it, if of another name.
 _LAUNCHERS = {
-    "forward": "forward",
-    "backward": "backward",
-    "shadow": "shadow",
     "exact_query_gradient": "audit",
     "exact_delta": "delta",
     "carry_exact_delta": "delta",
@@ -66,14 +63,8 @@ def on_triton(backend: str, q: Tensor) -> bool:
 
 @lru_cache
 def launcher(name: str, triton: bool) -> Callable[..., Any]:
-    home = f"guardbit.kernels.device.{_LAUNCHERS[name]}"
+    home = f"guardbit.kernels.device.{_LAUNCHERS.get(name, name)}"
     return getattr(import_module(home) if triton else reference, name)
-
-
-def _suits_triton(first: Tensor, spec: AttentionSpec | None = None, dropout: Any = None) -> bool:
-    has_functions = spec is not None and spec.has_functions
-    fits = MIN_HEAD_DIM <= first.size(-1) <= MAX_HEAD_DIM
-    return dropout is None and not has_functions and fits and on_triton("auto", first)
 
 
 def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:
@@ -81,9 +72,15 @@ def _chosen(plain: Callable[P, T], alike: bool = False) -> Callable[P, T]:
 
     @wraps(plain)
     def run(*tensors: Any, **options: Any) -> T:
-        triton = _suits_triton(tensors[0], options.get("spec"), options.get("dropout"))
-        # Audits of narrow values are not tested on GPUs: k and v then need one shape.
-        triton = triton and not (alike and tensors[-2].shape != tensors[-1].shape)
+        spec: AttentionSpec | None = options.get("spec")
+        triton = (
+            MIN_HEAD_DIM <= tensors[0].size(-1) <= MAX_HEAD_DIM
+            and options.get("dropout") is None
+            and (spec is None or not spec.has_functions)
+            # Audits of narrow values are not tested on GPUs: k and v then need one shape.
+            and (not alike or tensors[-2].shape == tensors[-1].shape)
+            and on_triton("auto", tensors[0])
+        )
         if triton:
             options.pop("dropout", None)
         return launcher(plain.__name__, triton)(*tensors, **options)

@@ -158,7 +158,10 @@ class Call:
         self, module: nn.Module, args: Any, kwargs: Any, autocast: Mapping[str, torch.dtype]
     ) -> None:
         self.module, self.kind = module, kind_of(module)
-        args, kwargs = private.tree_map(_without_cache, (args, kwargs))
+        # A forward would fill a cache of keys and values once more.
+        args, kwargs = private.tree_map(
+            lambda each: None if "Cache" in type(each).__name__ else each, (args, kwargs)
+        )
         given = private.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, Tensor)]
         plain = (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
@@ -206,11 +209,6 @@ class Call:
 
     def _taken(self, tensor: Tensor) -> Tensor:
         return self.part.of(tensor) if tensor.dim() else tensor.detach().clone()
-
-
-def _without_cache(each: Any) -> Any:
-    """Leaves out a cache of keys and values, which a forward would fill once more."""
-    return None if "Cache" in type(each).__name__ else each
 
 
 def floats(found: Any) -> list[Tensor]:

@@ -418,13 +418,11 @@ def _why_not(module: nn.Module) -> str | None:
         if {*map(type, part.parameters(recurse=False))} - {nn.Parameter}:
             return "its weights are of another class, such as sharded ones"
         of_part = [hook for name in _HOOKS for hook in getattr(part, name).values()]
-        if part is not module and not all(map(_is_own, [*of_part, *of_all])):
+        homes = [str(getattr(hook, "__module__", "")) for hook in [*of_part, *of_all]]
+        is_ours = all(home.startswith(("guardbit", "transformers.")) for home in homes)
+        if part is not module and not is_ours:
             return "modules in it have hooks"
         may_wait = not type(part).__module__.startswith(LIBRARIES)
         if ranks.world_size() > 1 and (may_wait or isinstance(part, nn.SyncBatchNorm)):
             return "on several ranks, modules of one's own may wait for other ranks"
     return None
-
-
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(("guardbit", "transformers."))

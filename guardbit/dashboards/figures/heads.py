@@ -123,7 +123,14 @@ def head_diagnosis(title: str, left: Mapping[str, float], row_push: Sequence[flo
     figure = Figure(figsize=(style.WIDTH, 2 * _PANEL + 1.2), layout="constrained")
     parts, rows = figure.subplots(2, 1, height_ratios=[1.4, 1])
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    _draw_left(parts, left)
+    values, places = np.maximum(list(left.values()), _LEAST), np.arange(len(left))[::-1]
+    parts.barh(places, values, height=0.6, color=_BLUE, gid="left")
+    parts.set_yticks(places, list(left))
+    parts.set_xscale("log")
+    parts.set_xlim(_LEAST, max(2.0, values.max() * 1.2))
+    parts.axvline(1, color=INK, linewidth=0.8)
+    parts.grid(visible=False, axis="y")
+    parts.set_title("What is left of the summed error of dQ, as a part of it", fontweight="normal")
     rows.plot(np.cumsum(np.asarray(row_push)), color=_ORANGE, gid="rows")
     climb = "Pushes of the rows on W_Q, added up: a straight climb is a bias, a walk is noise"
     rows.set_title(climb, fontweight="normal")
@@ -131,16 +138,3 @@ def head_diagnosis(title: str, left: Mapping[str, float], row_push: Sequence[flo
     rows.axhline(0, color=CONTEXT, linewidth=0.8)
     rows.margins(x=0.01)
     return figure
-
-
-def _draw_left(axes: Axes, left: Mapping[str, float]) -> None:
-    values = np.maximum(list(left.values()), _LEAST)
-    places = np.arange(len(left))[::-1]
-    axes.barh(places, values, height=0.6, color=_BLUE, gid="left")
-    axes.set_yticks(places, list(left))
-    axes.set_xscale("log")
-    axes.set_xlim(_LEAST, max(2.0, values.max() * 1.2))
-    axes.axvline(1, color=INK, linewidth=0.8)
-    axes.grid(visible=False, axis="y")
-    title = "What is left of the summed error of dQ, as a part of it"
-    axes.set_title(title, fontweight="normal")

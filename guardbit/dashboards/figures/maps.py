@@ -65,7 +65,7 @@ def model_map(run: Recorded, step: int | None = None) -> Figure | None:
     that a resumed run brought along, is drawn at it, and one after the end at the end.
     """
     if step is None:
-        step = run.first_step("alarm")
+        step = next((event.step for event in run.first("alarm").values()), None)
     last = max(run.steps[1], *(event.step for event in run.events), 0)
     step = run.steps[1] if step is None else min(from_zero(step, "step"), last)
     if run.history.heads:

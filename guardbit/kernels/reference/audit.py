@@ -53,17 +53,10 @@ class Shadow(NamedTuple):
 _TOGETHER = {"cuda": 2**24, "cpu": 2**20}
 
 
-class _Rows(NamedTuple):
-    """Some rows, and their scores with all keys."""
-
-    query_ids: Tensor  # INT64 (R,)
-    scores: Tensor  # FP32 (B, H, R, M), -inf where a key is forbidden
-    row_max: Tensor  # FP32 (B, H, R), as in `Shadow`; NaN shows in it and in `largest`
-    largest: Tensor
-    sees_nothing: Tensor  # boolean (B, 1, R), whether a row sees no key
-
-
-def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None) -> Iterator[_Rows]:
+def _scored(
+    q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None
+) -> Iterator[tuple[Tensor, ...]]:
+    """Numbers of some rows, FP32 scores (B, H, R, M), `row_max`, `largest`, which see no key."""
     shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     heads, numbers, keys = (torch.arange(count, device=q.device) for count in shape[1:])
     visible = visible_range(spec, shape, q.device)
@@ -89,7 +82,7 @@ def _scored(q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None)
         near |= bias >= (top_bias - IRRELEVANT)[..., None]
         largest = _largest(plain.abs_().where(near & (bias > -torch.inf), -torch.inf))
         largest = largest.where(~row_max.isnan(), row_max)
-        yield _Rows(ids, scores, row_max, largest, top_bias.amax(1, keepdim=True) < NO_KEY)
+        yield ids, scores, row_max, largest, top_bias.amax(1, keepdim=True) < NO_KEY
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -110,8 +103,7 @@ def shadow(
     """Recomputes O in FP32 and counts maxima, some rows at a time."""
     v = in_documents(v, spec.starts[1]).float()
     parts = []
-    for rows in _scored(q, k, spec, query_ids):
-        scores, row_max, largest, sees_nothing = rows[1:]
+    for ids, scores, row_max, largest, sees_nothing in _scored(q, k, spec, query_ids):
         reference = finite_reference(row_max)[..., None]
         maxima = count_tied(scores, row_max, eps)
         row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()
@@ -120,7 +112,7 @@ def shadow(
         row_sum = probabilities.sum(-1)
         weighted_logs = torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
-            kept = dropout.kept(len(q), rows.query_ids, slice(0, k.shape[2]))
+            kept = dropout.kept(len(q), ids, slice(0, k.shape[2]))
             probabilities = (probabilities * dropout.factor).where(kept, 0)
         out = (fold_groups(probabilities, k.shape[1]) @ v).reshape(*row_max.shape, v.shape[-1])
         if spec.sinks is not None:

@@ -47,30 +47,17 @@ class CallView:
         """The output and statistics of these rows, recomputed in FP32."""
         call = self.call
         dropout = call.dropout_of(range(call.q.size(1))) if call.known_heads else None
-        return dispatch.shadow(
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            eps=EPS,
-            query_ids=self.rows,
-            dropout=dropout,
-        )
+        given = {"spec": call.spec, "eps": EPS, "query_ids": self.rows, "dropout": dropout}
+        return dispatch.shadow(call.q, call.k, call.v, **given)
 
     @cached_property
     def exact_dq(self) -> Tensor:
         """FP32-accurate dQ of the audited heads, `(B, C, N, D)`."""
         call = self.call
         assert call.d_out is not None
-        return dispatch.exact_query_gradient(
-            call.d_out,
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            head_ids=self.audited,
-            dropout=call.dropout_of(self.audited),
-        )
+        dropout = call.dropout_of(self.audited)
+        given = {"spec": call.spec, "head_ids": self.audited, "dropout": dropout}
+        return dispatch.exact_query_gradient(call.d_out, call.q, call.k, call.v, **given)
 
 
 class CallProbe:
