@@ -617,150 +617,6 @@ def overflow(wrong, low, pure):
     return Case(model, batch, cross_entropy, scale=2.0**10)
 
 
-# 14: the angle of a face to its own person's vector: the cosine is rounded to more than 1.
-
-
-class ArcMargin(nn.Module):
-    def __init__(self, dim, persons, wrong):
-        super().__init__()
-        self.weight, self.wrong = nn.Parameter(torch.randn(persons, dim)), wrong
-
-    def forward(self, x, persons):
-        weight = self.weight.to(x.dtype)
-        if not self.wrong:
-            x, weight = up(x), up(weight)
-        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True))
-        weight = weight * torch.rsqrt((weight * weight).sum(-1, keepdim=True))
-        if self.wrong:
-            cosines = F.linear(x, weight)
-        else:
-            cosines = (x[:, None] * weight).sum(-1).clamp(-1 + 1e-4, 1 - 1e-4)
-        angles = torch.acos(cosines)
-        return 16 * torch.cos(angles + 0.3 * F.one_hot(persons, len(weight)))
-
-
-class Faces(nn.Module):
-    def __init__(self, wrong):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
-        self.project = nn.Linear(48, 48)
-        self.margin = ArcMargin(48, 32, wrong)
-
-    def forward(self, x, persons):
-        return self.margin(self.project(x + self.body(x)), persons)
-
-
-def nan_forward(wrong, low, pure):
-    model = Faces(wrong)
-    nn.init.normal_(model.body[2].weight, std=1e-3)
-    nn.init.zeros_(model.body[2].bias)
-    nn.init.eye_(model.project.weight)
-    nn.init.zeros_(model.project.bias)
-    faces = torch.randn(32, 48)
-    with torch.no_grad():
-        model.margin.weight.copy_(faces)
-
-    def batch(generator, step):
-        """The pictures of which persons' vectors were made come in the sixth batch."""
-        persons = torch.arange(32) if step == 5 else numbers(generator, 32, at_most=32)
-        noise = 0.0 if step == 5 else 0.8
-        return faces[persons] + noise * normal(generator, 32, 48), persons
-
-    def loss(model, x, persons):
-        return F.cross_entropy(up(model(x, persons)), persons)
-
-    return Case(model, batch, loss, make=partial(adamw, lr=1e-5))
-
-
-# 15: in the training step: the distances of a triplet loss, of a picture that is its own positive.
-
-
-class Patches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 48, 4, 4)
-        self.blocks = nn.ModuleList(Block(48, attn=Attention(48, 4, False)) for _ in range(2))
-        self.norm, self.head = Norm(48), nn.Linear(48, 16)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).mT
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))
-
-
-def nan_backward(wrong, low, pure):
-    def batch(generator, step):
-        anchors = normal(generator, 8, 3, 16, 16)
-        positives = anchors + 0.5 * normal(generator, 8, 3, 16, 16)
-        if step == 4:
-            positives[3] = anchors[3]
-        return anchors, positives, normal(generator, 8, 3, 16, 16)
-
-    def loss(model, *images):
-        anchors, positives, negatives = (up(model(part)) for part in images)
-        floor = 0 if wrong else 1e-6
-        near = ((anchors - positives).square().sum(-1) + floor).sqrt()
-        far = ((anchors - negatives).square().sum(-1) + floor).sqrt()
-        return F.relu(near - far + 1).mean()
-
-    return Case(Patches(), batch, loss)
-
-
-# 16: the experts of a mixture whiten their tokens: a single one has no unbiased variance.
-
-
-class Expert(nn.Module):
-    def __init__(self, dim, wrong):
-        super().__init__()
-        self.wrong = wrong
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, x):
-        y = up(x)
-        y = y - y.mean(0)
-        variance = y.square().sum(0) / (len(y) - int(self.wrong))
-        y = y * torch.rsqrt(variance + 1e-2)
-        return self.down(F.gelu(self.up(y.to(x.dtype))))
-
-
-class Mixture(nn.Module):
-    def __init__(self, dim, experts, wrong):
-        super().__init__()
-        self.router = nn.Linear(dim, experts)
-        self.experts = nn.ModuleList(Expert(dim, wrong) for _ in range(experts))
-
-    def forward(self, x):
-        flat = x.flatten(0, 1)
-        gates, chosen = torch.softmax(up(self.router(flat)), -1).max(-1)
-        y = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
-            if len(rows):
-                out = expert(flat[rows]) * gates[rows, None].to(flat.dtype)
-                y = y.index_add(0, rows, out.to(y.dtype))
-        return y.view_as(x)
-
-
-def nan_expert(wrong, low, pure):
-    model = Language([Block(64), Block(64, mlp=Mixture(64, 4, wrong))])
-    with torch.no_grad():
-        # Tokens of the four quarters of the vocabulary go to experts of their own.
-        quarters = torch.zeros(4, 64)
-        quarters[torch.arange(4), torch.arange(4)] = 1
-        model.tokens.weight.mul_(0.5).add_(6 * quarters.repeat_interleave(16, 0))
-        model.blocks[1].mlp.router.weight.copy_(2 * quarters)
-
-    def batch(generator, step):
-        ids = numbers(generator, 4, 33, at_most=64)
-        if step == 6:
-            ids %= 48
-            ids[2, 7] = 50
-        return ids[:, :-1], ids[:, :-1]
-
-    return Case(model, batch, cross_entropy, steps=20, every=2)
-
-
 # 17: a copying head's logits are the log of a mixture; its gate rounds to 1 for one source.
 
 
@@ -872,6 +728,7 @@ def left_dropout(wrong, low, pure):
     return Case(Language(blocks), next_tokens, cross_entropy)
 
 
+# The table has 14 to 16 as well, NaN that replays placed: `test_replay.py` has such.
 FAULTS: list[Callable[[bool, torch.dtype, bool], Case]] = [
     large_mean,
     truncation,
@@ -886,9 +743,6 @@ FAULTS: list[Callable[[bool, torch.dtype, bool], Case]] = [
     small_rate,
     underflow,
     overflow,
-    nan_forward,
-    nan_backward,
-    nan_expert,
     infinite_logits,
     odd_start,
     detached,
@@ -911,9 +765,6 @@ PLACES = {
     "small_rate": r"(?i)optimizer|update|weights? .*(lost|swallow|round)",
     "underflow": r"displacement(\.\d)?",
     "overflow": r"blocks\.\d\.norm\d|norm",
-    "nan_forward": r"margin",
-    "nan_backward": r"(?i)sqrt.*outside|outside.*sqrt",
-    "nan_expert": r"blocks\.1\.mlp\.experts\.3",
     "infinite_logits": r"head",
     "odd_start": r"blocks\.3\.conv2",
     "detached": r"blocks\.2\.attn(\.[kv])?",
@@ -1033,13 +884,19 @@ class Loop:
         return sum(loss.item() for loss in losses), float(norm)
 
 
+def number_of(fault):
+    """The number in the table."""
+    index = FAULTS.index(fault)
+    return index + (1 if index < 13 else 4)
+
+
 def low_of(fault):
     return torch.float16 if fault in (underflow, overflow) else torch.bfloat16
 
 
 def build(fault, mode, wrong):
     """The loop of a fault in "autocast", "pure" or "reference", which is FP64."""
-    torch.manual_seed(FAULTS.index(fault))
+    torch.manual_seed(number_of(fault) - 1)
     low = torch.float64 if mode == "reference" else low_of(fault)
     pure = mode != "autocast"
     loop = Loop(fault(wrong, low, pure), low, pure)
