@@ -230,8 +230,8 @@ def run_again(
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
     """
     needs_gradient, count_bytes = moved is None, _Kept(call.has_room)
-    widths = [(wide or each.dtype).itemsize * each.numel() for each in call.module.parameters()]
-    count_bytes.refuse_beyond(sum(widths))
+    sizes = [(wide or each.dtype).itemsize * each.numel() for each in call.module.parameters()]
+    count_bytes.refuse_beyond(sum(sizes))
     leaves: dict[str, Tensor] = {}
 
     def taken(name: str, tensor: Tensor, is_trained: bool = True) -> Tensor:

@@ -92,7 +92,7 @@ class Findings:
     def _suspect(self, step: int) -> None:
         """Records what is beyond its limit for the second time, of the innermost modules."""
         beyond = [row for row in self.rows if row.excess > 1]
-        # Outputs first: the gradients of what is wrong may be anything. These in backward order.
+        # Outputs first, as gradients of what is wrong may be anything; gradients in backward order.
         of_forward = [row for row in beyond if _is_of_forward(row)]
         beyond = of_forward + [row for row in reversed(beyond) if not _is_of_forward(row)]
         keys = {(row.module, row.tensor, row.statistic): row for row in beyond}

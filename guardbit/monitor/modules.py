@@ -75,12 +75,13 @@ class ModuleAudits:
         self._model, self._is_on, self._stages = model, is_on, stages
         self.findings = Findings(model, record)
         self.has_stepped = False  # before that models are compiled, and nothing is audited
-        self._is_whole = self._has_begun = self._is_inside = self._is_sloped = False
-        self._has_described = self._has_compared = self._has_room = False
+        self._is_whole = self._has_begun = self._is_sloped = False
+        self._has_described = self._has_compared = False
         self._turn = self._step = 0
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
+        self._outer: Call | None = None  # a compiled module's, while modules inside are audited
         self._late: list[tuple[str, Call]] = []  # too large beside the activations of the run
         self._inside: dict[nn.Module, dict[nn.Module, str]] = {}  # of compiled modules
         self._weights: dict[Tensor, str] = {}  # whose updates are still to be looked at
@@ -217,14 +218,14 @@ class ModuleAudits:
         if "_is_replica" in vars(module):
             return
         is_first = not is_recomputing() and not runtime.is_unobserved
-        is_wanted = (is_first or self._is_inside) and torch.is_grad_enabled()
+        is_wanted = (is_first or self._outer is not None) and torch.is_grad_enabled()
         is_wanted = is_wanted and self._calls.get(name, 0) < MOST_CALLS
         call = None
         if is_wanted:
             begin = partial(Call, module, args, kwargs, autocast_now())
             call = self._attempt(name, begin)
-            if call is not None:
-                call.has_room = self._has_room
+            if call is not None and self._outer is not None:
+                call.has_room = self._outer.has_room
             self._calls.setdefault(name, 0)
         self._open.append((module, call))
 
@@ -260,15 +261,13 @@ class ModuleAudits:
     def catch_up(self) -> None:
         """Audits what was too large before; to be called between backward and update."""
         late, self._late = self._late, []
-        self._has_room = True
         for name, call in late:
             call.has_room = True
             if call.versions == call.versions_now():
                 self._attempt(name, partial(self._audit, name, call))
-        self._has_room = False
 
     def _audit(self, name: str, call: Call) -> None:
-        inner = {} if self._is_inside else self._inside.get(call.module, {})
+        inner = {} if self._outer is not None else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
 
         def find() -> None:
@@ -285,7 +284,7 @@ class ModuleAudits:
         try:
             guard.within_all(makers, find)
         except TooLarge:
-            if not (call.has_room or self._is_inside):
+            if not call.has_room and self._outer is None:
                 self._late.append((name, call))
             raise
 
@@ -295,10 +294,10 @@ class ModuleAudits:
             for module, name in inner.items():
                 if module is not call.module:
                     self._hook(module, name)
-            self._is_inside = True
+            self._outer = call
             run_again(call, None, keeps_gradients=False)
         finally:
-            self._is_inside = False
+            self._outer = None
             after, self._undo = self._undo, before
             undo_all(after)
 
