@@ -353,7 +353,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
+        stabilizer: What heads are switched to, see `Policy`.
         dry_run: Decide and record, but switch nothing.
         **settings: The other arguments of `guardbit.monitor.policy.Policy`.
 
@@ -365,7 +365,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     @guard.method()
     @passes_to(Policy)
     def __init__(
-        self, stabilizer: str = "exact_delta", *, dry_run: bool = False, **settings: Any
+        self, stabilizer: str | None = None, *, dry_run: bool = False, **settings: Any
     ) -> None:
         self.dry_run = dry_run
         with refusing():

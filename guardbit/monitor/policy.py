@@ -117,7 +117,9 @@ class Policy:
     undoings in the rescue study (docs/evidence.md) logits grew again.
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none".
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS` except "none". None
+            is "exact_delta"; with `always`, where no forward has bits to keep, "compensated", which
+            costs about half as much (benchmarks/README.md).
         scope: Which heads, one of `SCOPES`.
         always: Whether to switch all heads at the end of the first step, without an alarm; heads of
             modules that are called later follow at the next sampled step.
@@ -139,7 +141,7 @@ class Policy:
     @says_what_was_meant
     def __init__(
         self,
-        stabilizer: str = "exact_delta",
+        stabilizer: str | None = None,
         *,
         scope: str = "layer",
         always: bool = False,
@@ -148,7 +150,9 @@ class Policy:
         qk_clip: float | None = None,
         on_nonfinite: str = "keep",
     ) -> None:
-        self.stabilizer, self.scope, self.always = stabilizer, scope, always
+        cheapest = "compensated" if always else "exact_delta"
+        self.stabilizer = cheapest if stabilizer is None else stabilizer
+        self.scope, self.always = scope, always
         self.escalate, self.quiet_steps, self.qk_clip = escalate, quiet_steps, qk_clip
         self.on_nonfinite = on_nonfinite
         check_settings(self, _MUST_BE)
@@ -228,11 +232,8 @@ class Policy:
     @property
     def remedy(self) -> str:
         """How to train from an earlier checkpoint where no switch has helped."""
-        if not self.always:
-            return "with always=True, or at a lower learning rate"
-        if self.stabilizer == "compensated":
-            return "at a lower learning rate"
-        return "at a lower learning rate, or with stabilizer='compensated'"
+        lower = "at a lower learning rate"
+        return lower if self.always else f"with always=True, or {lower}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""

@@ -13,20 +13,25 @@ from tests.monitor.session.plain_loop import ALL_HEADS, SITES, Loop, fail, sampl
 from tests.toys import Attention, Model, train
 
 
-def test_always_corrects_all_heads_from_the_first_step_on_without_an_alarm(tmp_path):
+@pytest.mark.parametrize(
+    "stabilizer, runs", [("exact_delta", "exact_delta"), (None, "compensated")]
+)
+def test_always_corrects_all_heads_from_the_first_step_on_without_an_alarm(
+    stabilizer, runs, tmp_path
+):
     first = 7
-    policy = Policy("exact_delta", always=True)
+    policy = Policy(stabilizer, always=True)
     loop = Loop(every_n_train_steps=5, rules=(), dirpath=tmp_path, strict=True, policy=policy)
     loop.run([first, first + 1], close=False)
     assert loop.session.instrumentation.stabilizers() == {
-        SITES[0]: ["exact_delta"] * 2, SITES[1]: ["exact_delta"] * 4
+        SITES[0]: [runs] * 2, SITES[1]: [runs] * 4
     }  # fmt: skip
     for name in SITES:
         launches = loop.session.instrumentation.sites[name].launches
-        assert launches["backward", "exact_delta"] == 1, "from the second step on"
+        assert launches["backward", runs] == 1, "from the second step on"
     loop.run(range(first + 2, first + 12))
     why = "from the start (always=True)"
-    assert switches(tmp_path) == [(first, *which, "exact_delta", why) for which in ALL_HEADS]
+    assert switches(tmp_path) == [(first, *which, runs, why) for which in ALL_HEADS]
     assert read_metadata(tmp_path)["settings"]["always"] is True
     cadence = [step for step in range(first + 1, first + 12) if step % 5 == 0]
     assert sampled(tmp_path) == [first, *cadence]
