@@ -136,7 +136,7 @@ LOST = "Lost: the loss diverged at step 6,910, 3,910 steps after the first alarm
 NOT_FINITE = "Lost: the loss is not finite (NaN or infinity) from step 8,000"
 MOVED = "rounding's share of W_Q's changes is 1.50 (0.60 to 2.40)"
 FELL = "logits of layer 1, head 2 fell from 40 to"
-SAVED = f"Saved: 1 of 12 heads alarmed at step 6,750, and switched: {MOVED}, {FELL}"
+SAVED = f"Corrected: 1 of 12 heads alarmed at step 6,750, and switched: {MOVED}, {FELL}"
 NOT_KNOWN = "not known whether by the switch"
 IN_VAIN = f"Switched: 1 of 12 heads alarmed at step 6,750; {FELL} 20; {NOT_KNOWN}:"
 TOO_FEW = IN_VAIN.replace("6,750", "600") + " 8 samples before the switch and 6"
@@ -164,13 +164,13 @@ NONE_SWITCHED = f"{SINCE_3000}, none switched; no alarm on the loss"
         ([], {"loss": lambda step: 3.0 if step != 9500 else 5.0}, "Healthy: "),
         # Saved needs a fall by a tenth, in six samples, of half of the alarmed heads.
         (SWITCHED, AFTER, f"{SAVED} 20, loss unharmed"),
-        ([*SWITCHED, alarm(6800, 1)], AFTER, "Saved: 2 of 12 heads alarmed, the first at step 6,7"),
+        ([*SWITCHED, alarm(6800, 1)], AFTER, "Corrected: 2 of 12 heads alarmed, the first at"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 35.9, 6751)}, f"{SAVED} 35.9, loss unharmed"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 36.1, 6751)}, f"Switched: {NOT_FALLEN}"),
         (SWITCHED, {**AFTER, "logit": step_to(40.0, 20.0, LAST)}, f"Switched: {NOT_FALLEN}"),
         (SWITCHED, {**AFTER, "logit": step_to(40, 20, 9900)}, f"{IN_VAIN} too few heads fell"),
         ([alarm(600), switch(600)], {**AFTER, "logit": step_to(40, 20, 601)}, TOO_FEW),
-        ([alarm(700), switch(700)], {**AFTER, "logit": step_to(40, 20, 701)}, "Saved: "),
+        ([alarm(700), switch(700)], {**AFTER, "logit": step_to(40, 20, 701)}, "Corrected: "),
         (SWITCHED, {"logit": falling}, f"{IN_VAIN} what rounding adds to W_Q"),
         (SWITCHED, {"logit": falling, "share": (0.4, 0.8, 1.2)}, f"{IN_VAIN} rounding's share"),
         ([*SWITCHED, alarm(6750, 1), alarm(6750, 3)], AFTER, "Switched: 3 of 12 heads alarmed, "),

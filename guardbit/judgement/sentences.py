@@ -82,7 +82,7 @@ ERROR_GONE = "{:.2g} of dQ was wrong along W_Q before the switch, at most {:.2g}
 SHARE = "rounding's share of W_Q's changes is {:z.2f} ({:z.2f} to {:z.2f})"
 UNMEASURED = "what rounding adds to W_Q was not measured"
 RISK = "By its keys the model is {}: {}."
-TITLES = {"learning-rate": "Learning rate too high"}
+TITLES = {"learning-rate": "Learning rate too high", "saved": "Corrected"}
 
 
 def plural(count: int, noun: str) -> str:
