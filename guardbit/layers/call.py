@@ -193,22 +193,19 @@ class Call:
         made = floats(output)
         if not made or not any(each.requires_grad for each in made):
             raise NotMeasured("its output takes no gradient")
-        self.outputs = [self._taken(each) for each in made]
+        self.outputs = [self.part.of(each) for each in made]
         if self.kind != "block" and all(each.dim() == 0 for each in made):
             self.kind = "loss"
         return made
 
     def take_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keeps the gradients of the outputs."""
-        self.gradients = [None if each is None else self._taken(each) for each in gradients]
+        self.gradients = [None if each is None else self.part.of(each) for each in gradients]
         self.versions = self.versions_now()
 
     def versions_now(self) -> list[int]:
         """How often each weight has been written to."""
         return [weight._version for weight in self.module.parameters()]
-
-    def _taken(self, tensor: Tensor) -> Tensor:
-        return self.part.of(tensor) if tensor.dim() else tensor.detach().clone()
 
 
 def floats(found: Any) -> list[Tensor]:

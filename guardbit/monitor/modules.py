@@ -27,7 +27,8 @@ from guardbit.records import Event, ModuleRow
 
 #: Modules that a sampled step audits, in turn; the first audits all.
 MODULES_A_SAMPLE = 4
-#: Of the weights that an optimizer changes, a sampled step looks at every eighth.
+#: Of the weights that an optimizer changes, a sampled step looks at every eighth. Modules inside a
+#: compiled one wait for every eighth sample, because for them all of it runs again.
 TURNS = 8
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
@@ -114,16 +115,21 @@ class ModuleAudits:
         # All, because a wrapper has the name of the compiled module in it.
         names = {module: plain_name(name) for name, module in self._model.named_modules()}
         modules = [(module, name) for name, module in named(self._model)]
-        first = self._turn * MODULES_A_SAMPLE % len(modules)
-        taken = modules if is_whole else modules[first : first + MODULES_A_SAMPLE]
-        turns = range(TURNS) if is_whole else [self._turn % TURNS]
-        self._turn += not is_whole
         try:
             self._inside = _inside_compiled(self._model)
         except NotMeasured as why:
             self.findings.unmeasured[""] = str(why)
             return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
+        turns = range(TURNS) if is_whole else [self._turn % TURNS]
+        rounds = -(-len(modules) // MODULES_A_SAMPLE)
+        taken = []
+        for index, (module, name) in enumerate(modules):
+            since_due = (self._turn - index // MODULES_A_SAMPLE) % rounds
+            is_due = since_due < TURNS and 0 in turns if module in hidden else since_due == 0
+            if is_whole or is_due:
+                taken.append((module, name))
+        self._turn += not is_whole
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
             self._hook(module, names[module])
         for unit, inner in self._inside.items():
@@ -310,9 +316,8 @@ class ModuleAudits:
             except NotMeasured as why:
                 self.findings.unmeasured[name] = str(why)
             except Exception as error:
-                self.findings.unmeasured[name] = (
-                    f"it does not run again: {text_of(error).splitlines()[0]}"
-                )
+                what = text_of(error).splitlines()[0]
+                self.findings.unmeasured[name] = f"it does not run again: {what}"
             return None
 
         return self._stages.attempt("modules", measured)

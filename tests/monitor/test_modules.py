@@ -156,6 +156,24 @@ def test_the_first_sample_audits_all_modules_and_later_ones_four_in_turn():
     session.close()
 
 
+def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_sample():
+    """For them all of it runs again."""
+    torch._dynamo.reset()
+    model = Net()
+    run, audited = compiled_around(model), {}
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(12):
+        with session.step(step):
+            run(batch(step)).float().square().mean().backward()
+        audited[step] = {row.module for row in session.modules if row.step == step}
+    session.close()
+    # The first sample's are all, as no more than 32 are.
+    assert {step: names for step, names in audited.items() if names} == {
+        step: audited[1] for step in (1, 2, 10)
+    }
+    assert {"", "embed", "blocks.1.up"} < audited[1]
+
+
 def test_audit_asks_for_all_modules_at_the_next_step_only():
     model = Net()
     session = MonitorSession(model, every_n_train_steps=100)
