@@ -273,7 +273,9 @@ class ModuleAudits:
                 self._attempt(name, partial(self._audit, name, call))
 
     def _audit(self, name: str, call: Call) -> None:
-        inner = {} if self._outer is not None else self._inside.get(call.module, {})
+        # What a repetition calls is not audited, unless it is made for that.
+        outer, self._outer = self._outer, None
+        inner = {} if outer is not None else self._inside.get(call.module, {})
         is_taken = not inner or call.module in inner
 
         def find() -> None:
@@ -290,9 +292,11 @@ class ModuleAudits:
         try:
             guard.within_all(makers, find)
         except TooLarge:
-            if not call.has_room and self._outer is None:
+            if not call.has_room and outer is None:
                 self._late.append((name, call))
             raise
+        finally:
+            self._outer = outer
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
         before, self._undo = self._undo, []

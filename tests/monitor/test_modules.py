@@ -1,6 +1,7 @@
 """The audit of modules in a session: what it says, and that it leaves a run as it was."""
 
 import copy
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 from guardbit import MonitorSession
-from guardbit.layers import call
+from guardbit.layers import audit, call
 from guardbit.layers.findings import Findings, Found
 from tests.layers.nets import Net, batch
 from tests.toys import Attention
@@ -156,8 +157,12 @@ def test_the_first_sample_audits_all_modules_and_later_ones_four_in_turn():
     session.close()
 
 
-def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_sample():
-    """For them all of it runs again."""
+def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_sample(monkeypatch):
+    """For them all of it runs again; each is audited once, not in every repetition around it."""
+    audits, one_audit = Counter(), audit.audit
+    monkeypatch.setattr(
+        audit, "audit", lambda call, *args: audits.update([call.module]) or one_audit(call, *args)
+    )
     torch._dynamo.reset()
     model = Net()
     run, audited = compiled_around(model), {}
@@ -171,6 +176,7 @@ def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_samp
     assert {step: names for step, names in audited.items() if names} == {
         step: audited[1] for step in (1, 2, 10)
     }
+    assert {*audits.values()} == {3}
     assert {"", "embed", "blocks.1.up"} < audited[1]
 
 
