@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import guardbit
+from guardbit.cli import RUNS as RECORDED
 from guardbit.cli import app
 from guardbit.dashboards import report
 from guardbit.dashboards.figures.style import STYLE
@@ -400,20 +401,18 @@ def test_a_demo_that_cannot_write_says_so_before_it_trains(tmp_path, options):
     check_refused(result, f"to {tmp_path}/file/run (Not a directory): give another folder by --run")
 
 
-def test_the_recorded_demo_tells_of_a_lost_and_a_switched_run(tmp_path, monkeypatch):
+def test_the_recorded_demo_tells_of_copies_and_of_a_lost_run(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "CHARTS", {})  # which take most of the time
     result = invoke("demo", "--recorded", "--run-dir", tmp_path)
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
     assert "Lost: the loss diverged at step 13,860, 10,060 steps after the first alarm" in text
-    assert "Switched: 2 of 144 heads alarmed, the first at step 3,800; logits of layer 2," in text
-    # As the recorded runs are in `test_demo.py`.
-    assert "a copy of lost from step 4,000 on" in text
-    assert "at step 6,750, when the rules of that time first" in text
-    pages = {path.name for path in tmp_path.glob("*.html")}
-    assert pages == {"comparison.html", "lost.html", "switched.html"}
+    assert "Corrected: 1 of 144 heads alarmed at step 4,050, and switched: rounding's share" in text
+    assert "All but lost are copies of one run" in text
+    pages = {path.stem for path in tmp_path.glob("*.html")}
+    assert pages == {"comparison", *RECORDED}
     data = Path(guardbit.__file__).parent / "recorded"
-    assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
+    assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 5 << 18
 
 
 def checked(*arguments: object) -> dict[str, str]:

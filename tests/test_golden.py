@@ -9,7 +9,7 @@ from tests import golden
 #: One of each kind; `python -m tests.golden` compares all.
 RUNS = (
     "guardbit/recorded/lost",
-    "guardbit/recorded/switched",
+    "guardbit/recorded/guarded",
     "tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz",
     "tests/data/runs/lrdiverges-sdpa-lr3e-3.csv.gz",
     "tests/data/runs/stable-fp32out-lr1.5e-3.csv.gz",

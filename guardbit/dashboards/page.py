@@ -38,7 +38,7 @@ OVERLAYS = (
     ("loss", "Training loss", "loss"),
     (VALIDATION_LOSS, "Validation loss", "loss"),  # the paper's figure 7
     ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
-    ("max_logit", "Largest max logit", "largest logit"),
+    ("max_logit", "Largest logit of all heads", "largest logit"),
     ("multiple_maxima_bf16", "Largest share of rows with several maxima, BF16", "share of rows"),
 )
 #: Heads named in the list of the worst, and heads drawn in a curve.

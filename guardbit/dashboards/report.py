@@ -98,7 +98,9 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
     recorded = {run.name: run.recorded for run in runs}
     fork = fork_of({name: run.of_run("loss") for name, run in recorded.items()})
-    first = fork or 0
+    # From a little before the fork, so that what is one is seen to be one.
+    last = max((run.steps[1] for run in recorded.values() if run.evidence.steps), default=0)
+    first = 0 if fork is None else max(0, fork - (last - fork) // 8)
     outcomes = {run.name: run.judgement for run in runs}
     losses = of_runs_or_worst_heads(recorded, "loss", first)
     common = min((int(loss.index[-1]) for loss in losses.values() if len(loss)), default=0)
@@ -111,9 +113,7 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
         "extent": plural(len(runs), "run"),
         "headline": f"{plural(len(runs), 'run')}: {told}",
         "outcome": worst,
-        "lede": []
-        if fork is None
-        else [f"They are copies of one run up to step {fork:,}, and drawn from there on."],
+        "lede": [] if fork is None else [f"They are copies of one run up to step {fork:,}."],
         "tiles": [
             Tile(name, _short_state(outcome.state).capitalize(), outcome.headline, outcome.state)
             for name, outcome in outcomes.items()
@@ -136,7 +136,8 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
 
 
 def _short_state(state: str) -> str:
-    return "diverged by its learning rate" if state == "learning-rate" else state
+    words = {"learning-rate": "diverged by its learning rate", "saved": "corrected"}
+    return words.get(state, state)
 
 
 def _facts_of(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
@@ -144,7 +145,7 @@ def _facts_of(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:
     loss = document.last_loss(losses.to_numpy()[losses.index <= common][-1:].tolist())
     return {
         "Recorded": document.extent(run.recorded),
-        "Outcome": run.judgement.state,
+        "Outcome": _short_state(run.judgement.state),
         "Ended": run.judgement.ended or "–",
         "First alarm": f"{first_alarm.value} {first_alarm.note}".strip(),
         "Lead on the loss": lead.value,

@@ -33,14 +33,19 @@ _KEPT = (
     "w_q_spectral_norm", "w_k_spectral_norm", "max_logit", "multiple_maxima_bf16",
     "attention_entropy", "key_common_mode",
 )  # fmt: skip
-_AUDITED = ("dq_relative_error", "dq_coherent_error")
+AUDITS = ("dq_relative_error", "dq_coherent_error")
 
-#: Folder of each run in the package -> the run of the study; and what is kept of these besides.
+#: Folder of each run in the package -> the run of the study, after the start that it is a copy of.
+_COPY = "cudnn-lr1.5e-03-seed10-again9"
 SHOWN = {
-    "lost": "stock-cudnn-lr1.5e-03-seed10",
-    "switched": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
-}
+    f"{name}{which}": (f"stock-{_COPY}0", f"{arm}-{_COPY}{number}-from3900")
+    for number, which in ((1, ""), (2, "-again"))
+    for name, arm in (("watched", "stock"), ("guarded", "rescue_layer-exact_delta"))
+} | {"lost": ("stock-cudnn-lr1.5e-03-seed10",)}
+
+#: Runs of the showcase; of these is kept besides, and of all samples what rules read at each.
 _SHOWN_TOO = "delta_bias_cumulative"
+EACH_SAMPLE = ("w_q_spectral_norm", "max_logit")
 
 #: Significant digits that are kept of a run's own values, and of heads'.
 SCALAR_DIGITS, DIGITS = 5, 3
@@ -135,19 +140,22 @@ def kept_of(frame: pd.DataFrame, run: str = "") -> pd.DataFrame:
     five digits; to three rounding's shares, the audited errors of dQ and, of every 200th step, what
     else is read of all heads; where all heads were audited at each sample, errors of every 100th.
     """
-    names = (*_KEPT, _SHOWN_TOO) if run in SHOWN.values() else _KEPT
+    is_shown = _COPY in run
+    names = (*_KEPT, _SHOWN_TOO) if is_shown else _KEPT
     thin = (frame["site"] == "") & (frame["step"] % LOSS_STEPS == 0)
     thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(names)
+    thin |= frame["indicator"].isin(EACH_SAMPLE) & is_shown
     # One head of a layer in turn: thinned, some would never be seen. Not so of all of them.
-    audited = frame["indicator"].isin(_AUDITED)
+    audited = frame["indicator"].isin(AUDITS)
     if audits_all(frame[audited]):
         audited &= frame["step"] % AUDIT_STEPS == 0
-    return rounded(frame[thin | audited | frame["indicator"].isin(SHARES)])
+    kept = frame[thin | audited | frame["indicator"].isin(SHARES)]
+    return rounded(kept, SCALAR_DIGITS if is_shown else DIGITS)
 
 
-def rounded(frame: pd.DataFrame) -> pd.DataFrame:
+def rounded(frame: pd.DataFrame, of_heads: int = DIGITS) -> pd.DataFrame:
     """Telemetry with as many digits as are kept."""
-    digits = np.where(frame["site"] == "", SCALAR_DIGITS, DIGITS)
+    digits = np.where(frame["site"] == "", SCALAR_DIGITS, of_heads)
     values = [float(f"{x:.{n}g}") for x, n in zip(frame["value"], digits, strict=True)]
     return frame.assign(value=values)
 

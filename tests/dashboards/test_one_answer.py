@@ -23,7 +23,7 @@ from tests.dashboards.made import SAMPLES
 ROOT = Path(__file__).parents[2]
 RUNS = [
     "guardbit/recorded/lost",
-    "guardbit/recorded/switched",
+    "guardbit/recorded/guarded",
     "studies/rescue/results/stock-cudnn-lr3.0e-03-seed0",
     "studies/rescue/results/late-exact_delta-cudnn-lr1.5e-03-seed4-again9-from6000",
     "studies/rescue/other_models/llama_qk_norm-stock-cudnn-lr1.3e-03-seed1-again30",
@@ -56,6 +56,7 @@ def test_of_a_recorded_run(run):
         document = document_of("run", loaded.recorded)
         assert (document["headline"], document["outcome"]) == (judgement.headline, judgement.state)
     said = json.loads(CliRunner().invoke(app, ["report", "--json", str(ROOT / run)]).stdout)
+    assert said.pop("resumed", None) == ([3900] if run.endswith("guarded") else None)
     assert said == {"run": said["run"], **json.loads(json.dumps(judgement.as_json()))}
 
 

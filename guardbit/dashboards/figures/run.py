@@ -113,10 +113,12 @@ def runs_over_steps(
 
 def _mark_run(axes: Axes, marked: Mapping[str, int], colour: str, height: float) -> None:
     """A line at each marked step; above it what happened, in one row a run."""
+    first, last = axes.get_xlim()
     said: dict[int, list[str]] = {}
     for what, step in marked.items():
-        said.setdefault(step, []).append(what)
-    first, last = axes.get_xlim()
+        # A switch comes a step after its alarm.
+        at = next((one for one in said if abs(step - one) < (last - first) / 100), step)
+        said.setdefault(at, []).append(what)
     for step, what in said.items():
         if not first <= step <= last:
             continue
