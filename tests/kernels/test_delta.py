@@ -342,8 +342,8 @@ def test_descriptors_are_of_what_the_copy_engine_takes():
     x = torch.zeros(2, 3, 40, 16, dtype=BF16, device=DEVICE)
     taken = [x, x.transpose(1, 2), x[:, :, 1:], x[..., :8]]
     refused = [x[..., 1:9], x.mT, x[:, :, :0], x[:1].expand(2, 3, 40, 16), x[..., ::2]]
-    assert [launch.can_use_tma(y) for y in taken] == [True] * 4
-    assert [launch.can_use_tma(y) for y in refused] == [False] * 5
+    assert [launch.can_use_tma(launch.layout(y)) for y in taken] == [True] * 4
+    assert [launch.can_use_tma(launch.layout(y)) for y in refused] == [False] * 5
 
 
 # --- the carrier of compensated heads ---

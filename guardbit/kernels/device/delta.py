@@ -11,6 +11,8 @@ takes none from the kernel that calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -439,6 +441,50 @@ def delta_kernel(
 _CACHE = 2**25
 
 
+class _Plan(NamedTuple):
+    """All of a launch but its tensors."""
+
+    programs: int
+    keys: tuple[TensorDescriptor, TensorDescriptor] | None  # descriptors like those of K and V
+    strides_and_numbers: tuple[Any, ...]
+    constants: dict[str, Any]  # Compile-time arguments and options
+    known: list[Any]  # see `launch.start`
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    asked: launch.Asked, computed: int, carries: bool, device: torch.device, *layouts: launch.Layout
+) -> _Plan:
+    """Plans the launch for so many heads of calls with these layouts of q, k, v and so on."""
+    q, k, v = layouts[:3]
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    call = launch.prepare(asked, q.shape, v.shape, device, "delta")
+    rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
+    keys = None
+    if call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v):
+        of_k, of_v = map(launch.descriptor, (k, v), ((1, 1, rows, width) for width in widths))
+        keys = of_k, of_v
+    *strides, of_out, of_carrier = (x.strides[:3] for x in layouts)
+    section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.dtype.itemsize))
+    counts = batch * computed, section, computed, num_heads // kv_heads, seqlen_q, seqlen_k
+    return _Plan(
+        -(-seqlen_q // call.tile.block_m) * batch * computed,
+        keys,
+        (
+            *strides, call.mask_strides, of_out, of_carrier,
+            *counts, call.shift, call.inner_scale, call.scale,
+        ),
+        {
+            "CARRY": carries,
+            "OVERLAP": call.tile.overlap,
+            "USE_TMA": keys is not None,
+            **call.constants,
+        },
+        [],
+    )  # fmt: skip
+
+
 def exact_delta(
     d_out: Tensor,
     q: Tensor,
@@ -453,35 +499,19 @@ def exact_delta(
 ) -> Tensor:
     """See `reference.exact_delta`; with `carrier` it writes the heads' rows of O' there."""
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
-    batch, num_heads, seqlen_q, head_dim = q.shape
-    kv_heads, seqlen_k, value_dim = v.shape[1:]
     ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
-    delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
-    call = launch.prepare(spec, q, v, "delta", delta)
+    delta = q.new_empty((q.size(0), len(head_ids), q.size(2)), dtype=torch.float32)
     if not delta.numel():
         return delta
+    loaded, asked = launch.load(spec, q, v, delta)
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
-    rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
-    use_tma = call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
-    keys = (
-        TensorDescriptor(x, [*x.shape], [*x.stride()], [1, 1, rows, width]) if use_tma else x
-        for x, width in zip((k, v), widths, strict=True)
-    )
-    strides = launch.strides(q, k, v, d_out, lse)
-    section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
-    counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
-    launch.run(
-        delta_kernel,
-        -(-seqlen_q // call.tile.block_m) * batch * len(ids),
-        (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
-        (*strides, call.mask_strides, *launch.strides(out, carried)),
-        (*counts, call.shift, call.inner_scale, call.scale),
-        CARRY=carrier is not None,
-        OVERLAP=call.tile.overlap,
-        USE_TMA=use_tma,
-        **call.constants,
-    )
+    layouts = map(launch.layout, (q, k, v, d_out, lse, out, carried))
+    plan = _plan(asked, len(head_ids), carrier is not None, q.device, *layouts)
+    keys = (k, v) if plan.keys is None else map(launch.described, (k, v), plan.keys)
+    tensors = q, *keys, d_out, lse, *loaded, ids, out, delta, carried
+    arguments = *tensors, *plan.strides_and_numbers
+    launch.start(plan.known, delta_kernel, plan.programs, arguments, plan.constants)
     return delta
 
 
