@@ -626,7 +626,7 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
 
 def _below_autograd(call: Call, by_op: bool) -> Saved:
     with private.below_autograd():
-        if is_direct(call.q, call.k, call.v, by_op=by_op):
+        if not by_op or is_direct(call.q, call.k, call.v, by_op=True):
             return run_forward(call)
         return Saved(*_op_of(call)(*_arguments_of(call)))
 
@@ -642,8 +642,11 @@ def has_tangent(*tensors: Tensor) -> bool:
 def _differentiable(call: Call, by_op: bool = False) -> tuple[Tensor, ...]:
     # Without gradients, as in a compiled graph's forward, `apply` would take a third of the call.
     q, k, v, spec = call.q, call.k, call.v, call.spec
-    inputs = q, k, v, spec.mask, spec.sinks
-    is_trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    inputs, is_trained = (q, k, v, spec.mask, spec.sinks), call.training
+    if by_op:
+        is_trained = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in inputs
+        )
     if has_tangent(q, k, v) or (is_trained and private.is_transformed()):
         with guard.refusing():
             raise NotImplementedError(
