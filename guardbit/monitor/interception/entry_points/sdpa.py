@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Proxy
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result
@@ -38,6 +38,13 @@ def bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> base.Bound | base.Refusal:
+    if attn_mask is None and not torch.compiler.is_compiling() and _are_usual(query, key, value):
+        why = base.why_dropout(dropout_p) or base.why_now(query, key, value)
+        if why is not None:
+            return base.Refusal(why, query, key)
+        scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
+        spec = plain_spec(scale, "top-left" if is_causal else False, dropout_p)
+        return base.Bound(query, key, value, spec)
     shared: tuple[DTensor, Share] | None = None
     if isinstance(query, DTensor) and not torch.compiler.is_compiling():
         share = share_of_tensors((query, key, value), heads_axis=1)
@@ -76,6 +83,19 @@ def bind(
     if why is None:
         return bound
     return base.Refusal(why, query, key, bound if shared is None else None)
+
+
+def _are_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing of q, k and v is in the way, as in most calls: `bind` asks no further."""
+    return (
+        type(q) is type(k) is type(v) is Tensor
+        and q.shape == k.shape == v.shape
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in base.DTYPES
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        and q.dim() == 4
+        and base.why_size(q) is None
+    )
 
 
 def _why_width(bound: base.Bound) -> str | None:
@@ -122,10 +142,13 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
     is_traced = private.is_symbolic_trace()
-    proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)] if is_traced else []
+    values = *args, *kwargs.values()
+    proxies = [x for x in values if isinstance(x, Proxy)] if is_traced else []
     if proxies:  # by itself PyTorch would name the stand-in in the graph
         return Around(args, kwargs, function=partial(handle_torch_function, original, proxies))
-    return None if base.is_taken_over(_tensors(args, kwargs)) else base.before(SDPA, args, kwargs)
+    if has_torch_function(values) and base.is_taken_over(_tensors(args, kwargs)):
+        return None
+    return base.before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
