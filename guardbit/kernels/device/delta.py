@@ -453,9 +453,10 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(
-    asked: launch.Asked, computed: int, carries: bool, device: torch.device, *layouts: launch.Layout
+    asked: launch.Asked, computed: int, carries: bool, device: torch.device, *of: tuple[Any, ...]
 ) -> _Plan:
     """Plans the launch for so many heads of calls with these layouts of q, k, v and so on."""
+    layouts = [launch.Layout(*each) for each in of]
     q, k, v = layouts[:3]
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k, value_dim = v.shape[1:]
