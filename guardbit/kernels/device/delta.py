@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -441,37 +441,29 @@ def delta_kernel(
 _CACHE = 2**25
 
 
-class _Plan(NamedTuple):
-    """All of a launch but its tensors."""
-
-    programs: int
-    keys: tuple[TensorDescriptor, TensorDescriptor] | None  # descriptors like those of K and V
-    strides_and_numbers: tuple[Any, ...]
-    constants: dict[str, Any]  # Compile-time arguments and options
-    known: list[Any]  # see `launch.start`
-
-
 @lru_cache(maxsize=1024)
 def _plan(
     asked: launch.Asked, computed: int, carries: bool, device: torch.device, *of: tuple[Any, ...]
-) -> _Plan:
-    """Plans the launch for so many heads of calls with these layouts of q, k, v and so on."""
+) -> tuple[launch.Plan, list[TensorDescriptor]]:
+    """Plans launches for so many heads and tensors `of` these layouts, q, k and v first.
+
+    Returns descriptors like those of K and V, too, or none if the launch takes the tensors.
+    """
     layouts = [launch.Layout(*each) for each in of]
     q, k, v = layouts[:3]
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k, value_dim = v.shape[1:]
     call = launch.prepare(asked, q.shape, v.shape, device, "delta")
     rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
-    keys = None
+    keys = []
     if call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v):
-        of_k, of_v = map(launch.descriptor, (k, v), ((1, 1, rows, width) for width in widths))
-        keys = of_k, of_v
+        blocks = ((1, 1, rows, width) for width in widths)
+        keys = list(map(launch.descriptor, (k, v), blocks))
     *strides, of_out, of_carrier = (x.strides[:3] for x in layouts)
     section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.dtype.itemsize))
     counts = batch * computed, section, computed, num_heads // kv_heads, seqlen_q, seqlen_k
-    return _Plan(
+    plan = launch.Plan(
         -(-seqlen_q // call.tile.block_m) * batch * computed,
-        keys,
         (
             *strides, call.mask_strides, of_out, of_carrier,
             *counts, call.shift, call.inner_scale, call.scale,
@@ -479,11 +471,12 @@ def _plan(
         {
             "CARRY": carries,
             "OVERLAP": call.tile.overlap,
-            "USE_TMA": keys is not None,
+            "USE_TMA": len(keys) > 0,
             **call.constants,
         },
         [],
     )  # fmt: skip
+    return plan, keys
 
 
 def exact_delta(
@@ -508,11 +501,10 @@ def exact_delta(
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
     layouts = map(launch.layout, (q, k, v, d_out, lse, out, carried))
-    plan = _plan(asked, len(head_ids), carrier is not None, q.device, *layouts)
-    keys = (k, v) if plan.keys is None else map(launch.described, (k, v), plan.keys)
+    plan, keys = _plan(asked, len(head_ids), carrier is not None, q.device, *layouts)
+    keys = map(launch.described, (k, v), keys) if keys else (k, v)
     tensors = q, *keys, d_out, lse, *loaded, ids, out, delta, carried
-    arguments = *tensors, *plan.strides_and_numbers
-    launch.start(plan.known, delta_kernel, plan.programs, arguments, plan.constants)
+    launch.start(delta_kernel, plan, tensors)
     return delta
 
 

@@ -100,28 +100,33 @@ def run(
     kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
     # Triton's look at every argument takes longer than the rest, and so would the kernel's hash.
     known = _compiled(id(kernel), tensors[0].device, strides, *numbers, *constants.values(), *kinds)
-    start(known, kernel, programs, (*tensors, *strides, *numbers), constants)
+    start(kernel, Plan(programs, (*strides, *numbers), constants, known), tensors)
 
 
-def start(
-    known: list[Any],
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Launches a kernel, as Triton compiled it for a launch of the same layouts if it is known."""
-    device = arguments[0].get_device()  # -1 on the CPU
+class Plan(NamedTuple):
+    """All of a launch but its tensors: the same for all that are laid out alike."""
+
+    programs: int
+    strides_and_numbers: tuple[Any, ...]
+    constants: dict[str, Any]  # Compile-time arguments and options
+    known: list[Any]  # see `_compiled`
+
+
+def start(kernel: Any, plan: Plan, tensors: tuple[Any, ...]) -> None:
+    device = tensors[0].get_device()  # -1 on the CPU
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return start(known, kernel, programs, arguments, constants)
-    if known:
-        known[0][programs, 1, 1](*arguments, *known[1:])
+            return start(kernel, plan, tensors)
+    arguments = *tensors, *plan.strides_and_numbers
+    if plan.known:
+        compiled, *constants = plan.known
+        compiled[plan.programs, 1, 1](*arguments, *constants)
         return
-    compiled = kernel[(programs,)](*arguments, **constants)
+    compiled = kernel[(plan.programs,)](*arguments, **plan.constants)
     # The interpreter returns none, and on ROCm Triton looks at more.
     if compiled is not None and torch.version.hip is None:
-        known[:] = compiled, *(constants[name] for name in kernel.arg_names[len(arguments) :])
+        rest = kernel.arg_names[len(arguments) :]
+        plan.known[:] = compiled, *(plan.constants[name] for name in rest)
 
 
 def tile_of(device: torch.device, width: int, kernel: Kernel) -> Tile:
