@@ -24,7 +24,7 @@ inputs = partial(tensors.inputs, ties=True)
 
 
 def key_tile(q):
-    return launch.tile_of(q.device, launch.padded_width(q.shape[-1]), "forward").block_n
+    return launch.tile_of(q, launch.padded_width(q.shape[-1]), "forward").block_n
 
 
 # B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; more keys than a tile.

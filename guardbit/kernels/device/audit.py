@@ -164,17 +164,16 @@ def exact_query_gradient(
     batch, num_heads, seqlen_q, head_dim = q.shape
     ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
     dq = q.new_empty((batch, len(ids), seqlen_q, head_dim), dtype=torch.float32)
-    loaded, asked = launch.load(spec, q, v, dq)
+    call = launch.prepare(spec, q, v, "audit", dq)
     if not dq.numel():
         return dq
-    call = launch.prepare(asked, q.shape, v.shape, q.device, "audit")
     size_of_scale = launch.size_of_scale(call.scale)
     counts = len(ids), num_heads // k.shape[1], seqlen_q, k.shape[2], call.shift
     scales = spec.scale, size_of_scale * math.log2(math.e), 1 / size_of_scale
     launch.run(
         query_kernel,
         -(-seqlen_q // call.tile.block_m) * batch * len(ids),
-        (q, k, v, d_out, *loaded, ids, dq),
+        (q, k, v, d_out, *call.loaded, ids, dq),
         (*launch.strides(q, k, v, d_out), call.mask_strides),
         (*counts, call.inner_scale, *scales),
         NEGATIVE_SCALE=call.scale < 0,

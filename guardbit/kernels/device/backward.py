@@ -281,8 +281,8 @@ def backward(
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
 
     width = launch.padded_width(head_dim)
-    query_tile = launch.tile_of(q.device, width, "query_gradients")
-    key_tile = launch.tile_of(q.device, width, "key_gradients")
+    query_tile = launch.tile_of(q, width, "query_gradients")
+    key_tile = launch.tile_of(q, width, "key_gradients")
     lse = lse.contiguous()
     statistics = lse.new_empty((*lse.shape, 2))
     random, dropped = (codes, lse), (computed_heads, 0, 1.0)

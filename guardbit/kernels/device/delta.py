@@ -10,9 +10,7 @@ takes none from the kernel that calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -440,43 +438,8 @@ def delta_kernel(
 # H100 holds.
 _CACHE = 2**25
 
-
-@lru_cache(maxsize=1024)
-def _plan(
-    asked: launch.Asked, computed: int, carries: bool, device: torch.device, *of: tuple[Any, ...]
-) -> tuple[launch.Plan, list[TensorDescriptor]]:
-    """Plans launches for so many heads and tensors `of` these layouts, q, k and v first.
-
-    Returns descriptors like those of K and V, too, or none if the launch takes the tensors.
-    """
-    layouts = [launch.Layout(*each) for each in of]
-    q, k, v = layouts[:3]
-    batch, num_heads, seqlen_q, head_dim = q.shape
-    kv_heads, seqlen_k, value_dim = v.shape[1:]
-    call = launch.prepare(asked, q.shape, v.shape, device, "delta")
-    rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
-    keys = []
-    if call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v):
-        blocks = ((1, 1, rows, width) for width in widths)
-        keys = list(map(launch.descriptor, (k, v), blocks))
-    *strides, of_out, of_carrier = (x.strides[:3] for x in layouts)
-    section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.dtype.itemsize))
-    counts = batch * computed, section, computed, num_heads // kv_heads, seqlen_q, seqlen_k
-    plan = launch.Plan(
-        -(-seqlen_q // call.tile.block_m) * batch * computed,
-        (
-            *strides, call.mask_strides, of_out, of_carrier,
-            *counts, call.shift, call.inner_scale, call.scale,
-        ),
-        {
-            "CARRY": carries,
-            "OVERLAP": call.tile.overlap,
-            "USE_TMA": len(keys) > 0,
-            **call.constants,
-        },
-        [],
-    )  # fmt: skip
-    return plan, keys
+# Plans of launches that load nothing besides, and descriptors of K and V, by layouts.
+_plans: dict[Hashable, tuple[launch.Plan, list[TensorDescriptor]]] = {}
 
 
 def exact_delta(
@@ -493,18 +456,47 @@ def exact_delta(
 ) -> Tensor:
     """See `reference.exact_delta`; with `carrier` it writes the heads' rows of O' there."""
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
+    batch, num_heads, seqlen_q, head_dim = q.shape
     ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
-    delta = q.new_empty((q.size(0), len(head_ids), q.size(2)), dtype=torch.float32)
+    delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
     if not delta.numel():
         return delta
-    loaded, asked = launch.load(spec, q, v, delta)
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
     layouts = map(launch.layout, (q, k, v, d_out, lse, out, carried))
-    plan, keys = _plan(asked, len(head_ids), carrier is not None, q.device, *layouts)
-    keys = map(launch.described, (k, v), keys) if keys else (k, v)
-    tensors = q, *keys, d_out, lse, *loaded, ids, out, delta, carried
-    launch.start(delta_kernel, plan, tensors)
+    key = spec, len(head_ids), carrier is None, q.device, *layouts
+    if (found := _plans.get(key)) is not None:
+        plan, examples = found
+        keys = map(launch.described, (k, v), examples) if examples else (k, v)
+        launch.start(plan, (q, *keys, d_out, lse, delta, delta, delta, ids, out, delta, carried))
+        return delta
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    call = launch.prepare(spec, q, v, "delta", delta)
+    rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
+    use_tma = call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
+    keys = [
+        TensorDescriptor(x, [*x.shape], [*x.stride()], [1, 1, rows, width]) if use_tma else x
+        for x, width in zip((k, v), widths, strict=True)
+    ]
+    strides = launch.strides(q, k, v, d_out, lse)
+    section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
+    counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
+    plan = launch.run(
+        delta_kernel,
+        -(-seqlen_q // call.tile.block_m) * batch * len(ids),
+        (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
+        (*strides, call.mask_strides, *launch.strides(out, carried)),
+        (*counts, call.shift, call.inner_scale, call.scale),
+        CARRY=carrier is not None,
+        OVERLAP=call.tile.overlap,
+        USE_TMA=use_tma,
+        **call.constants,
+    )
+    if all(x is delta for x in call.loaded):
+        if len(_plans) >= 1024:
+            _plans.clear()
+        examples = [launch.described(None, x) for x in keys if use_tma]
+        _plans[key] = plan, examples
     return delta
 
 

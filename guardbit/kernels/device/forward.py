@@ -253,7 +253,7 @@ def forward(
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
-    tile = launch.tile_of(q.device, width, "forward")
+    tile = launch.tile_of(q, width, "forward")
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = launch.size_of_scale(scale)
     philox_key, threshold, factor = lse, 0, 1.0

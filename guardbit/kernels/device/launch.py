@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from guardbit.kernels import tiles
 from guardbit.kernels.device.primitives import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant as device_constant
 from guardbit.kernels.tiles import Kernel, Tile
 
@@ -48,39 +48,37 @@ def empty_like_rows(x: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
 
 
-class Layout(NamedTuple):
-    """All that a launch depends on of a tensor, its device apart."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    misaligned: int  # its address modulo 16
-
-
-def layout(x: Tensor) -> tuple[Any, ...]:
-    """Returns a `Layout` as a plain tuple, which takes the host half the time to make."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
-
-
-def can_use_tma(x: Layout) -> bool:
+def can_use_tma(x: Tensor) -> bool:
     """Whether TMA takes x `(B, H, M, D)`: not empty, address and strides multiples of 16 bytes."""
-    *strides, last = x.strides
-    unit = 16 // x.dtype.itemsize
-    is_aligned = x.misaligned == 0 and all(n > 0 and n % unit == 0 for n in strides)
-    return is_aligned and last == 1 and x.shape.numel() > 0
+    unit = 16 // x.element_size()
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3])
+    )
 
 
-def descriptor(x: Layout, block: Sequence[int]) -> TensorDescriptor:
-    """Returns a TMA descriptor, checked by Triton, as an example for `described`."""
-    base = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
-    return TensorDescriptor(base, [*x.shape], [*x.strides], [*block])
+def described(x: Tensor | None, example: TensorDescriptor) -> TensorDescriptor:
+    """Returns a descriptor like that of a tensor laid out as x: Triton's checks take the host 4 us.
 
-
-def described(x: Tensor, example: TensorDescriptor) -> TensorDescriptor:
-    """Returns x's descriptor, like the example of its layout: Triton's checks take 4 us."""
+    None makes an example that holds no tensor.
+    """
     made = object.__new__(TensorDescriptor)
     vars(made).update(vars(example), base=x)
     return made
+
+
+def layout(x: Tensor) -> Hashable:
+    """Returns all that a launch depends on of a tensor, its device apart."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+
+
+def _kind(x: Any) -> Hashable:
+    """Returns what Triton looks at of a tensor, or of the descriptor of one."""
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    return x.dtype, x.data_ptr() % 16
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -96,87 +94,56 @@ def run(
     strides: tuple[tuple[int, ...], ...],
     numbers: tuple[Any, ...],
     **constants: Any,
-) -> None:
-    kinds = ((x.dtype, x.data_ptr() % 16) for x in tensors)
+) -> Plan:
+    """Launches a kernel; returns all of the launch but its tensors."""
     # Triton's look at every argument takes longer than the rest, and so would the kernel's hash.
-    known = _compiled(id(kernel), tensors[0].device, strides, *numbers, *constants.values(), *kinds)
-    start(kernel, Plan(programs, (*strides, *numbers), constants, known), tensors)
+    known = _compiled(
+        id(kernel), tensors[0].device, strides, *numbers, *constants.values(), *map(_kind, tensors)
+    )
+    plan = Plan(kernel, programs, (*strides, *numbers), constants, known)
+    start(plan, tensors)
+    return plan
 
 
 class Plan(NamedTuple):
-    """All of a launch but its tensors: the same for all that are laid out alike."""
+    """All of a launch but its tensors."""
 
+    kernel: Any
     programs: int
     strides_and_numbers: tuple[Any, ...]
     constants: dict[str, Any]  # Compile-time arguments and options
     known: list[Any]  # see `_compiled`
 
 
-def start(kernel: Any, plan: Plan, tensors: tuple[Any, ...]) -> None:
+def start(plan: Plan, tensors: tuple[Any, ...]) -> None:
     device = tensors[0].get_device()  # -1 on the CPU
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return start(kernel, plan, tensors)
+            return start(plan, tensors)
     arguments = *tensors, *plan.strides_and_numbers
     if plan.known:
         compiled, *constants = plan.known
         compiled[plan.programs, 1, 1](*arguments, *constants)
         return
-    compiled = kernel[(plan.programs,)](*arguments, **plan.constants)
+    compiled = plan.kernel[(plan.programs,)](*arguments, **plan.constants)
     # The interpreter returns none, and on ROCm Triton looks at more.
     if compiled is not None and torch.version.hip is None:
-        rest = kernel.arg_names[len(arguments) :]
+        rest = plan.kernel.arg_names[len(arguments) :]
         plan.known[:] = compiled, *(plan.constants[name] for name in rest)
 
 
-def tile_of(device: torch.device, width: int, kernel: Kernel) -> Tile:
-    capability = tiles.capability(device) if device.type == "cuda" else None
+def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:
+    capability = tiles.capability(x.device) if x.is_cuda else None
     return tiles.tile(capability, width, kernel)
 
 
-class Asked(NamedTuple):
-    """What a spec asks of a kernel, its tensors apart."""
-
-    scale: float
-    causal: Causal
-    softcap: float
-    is_ranged: bool
-    mask: Layout | None  # of the dense mask
-    sinks: Layout | None
-
-
-def load(
-    spec: AttentionSpec, q: Tensor, v: Tensor, unused: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Asked]:
-    """Returns what kernels load besides, `unused` for what is not asked for, and the rest.
-
-    They load the dense mask; the first key that each query sees and where its keys end, INT32
-    (2, N); the sinks, FP32 (H,).
-    """
-    mask = ranges = sinks = unused
-    shape = (*q.shape[:3], v.size(2))
-    if spec.mask is not None:
-        mask = dense_mask(spec.mask, shape)
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    if spec.is_ranged:
-        ranges = torch.stack(visible_range(spec, shape, q.device))
-    if spec.sinks is not None:
-        sinks = spec.sinks.float().contiguous()
-    asked = Asked(
-        float(spec.scale),
-        spec.causal,
-        float(spec.softcap),
-        ranges is not unused,
-        None if mask is unused else Layout(*layout(mask)),
-        None if sinks is unused else Layout(*layout(sinks)),
-    )
-    return (mask, ranges, sinks), asked
-
-
 class Prepared(NamedTuple):
-    """What kernels of any call need besides tensors."""
+    """What kernels of any call need besides their tensors."""
 
-    mask_strides: tuple[int, ...]  # the dense mask's four strides, 0 where it broadcasts
+    # What kernels load besides: the dense mask; the first key that each query sees and where its
+    # keys end, INT32 (2, N); the sinks, FP32 (H,).
+    loaded: tuple[Tensor, Tensor, Tensor]
+    mask_strides: tuple[int, ...]  # its four strides, 0 where it broadcasts
     shift: int  # see `causal_shift`
     inner_scale: float  # factor of q k before the soft cap's tanh
     scale: float  # factor of the scores after it
@@ -184,30 +151,36 @@ class Prepared(NamedTuple):
     constants: dict[str, Any]  # Compile-time arguments and options
 
 
-def prepare(
-    asked: Asked, q_shape: torch.Size, v_shape: torch.Size, device: torch.device, kernel: Kernel
-) -> Prepared:
-    head_dim, (seqlen_k, value_dim) = q_shape[3], v_shape[2:]
-    mask_strides, kind = (0, 0, 0, 0), NO_MASK.value
-    if asked.mask is not None:
-        mask_strides = asked.mask.strides
-        kind = BOOLEAN.value if asked.mask.dtype == torch.uint8 else ADDITIVE.value
+def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Kernel, unused: Tensor) -> Prepared:
+    """Prepares a launch; `unused` is handed to kernels for what it does not ask for."""
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    seqlen_k, value_dim = v.shape[2:]
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    mask, mask_strides, kind = unused, (0, 0, 0, 0), NO_MASK.value
+    if spec.mask is not None:
+        mask = dense_mask(spec.mask, shape)
+        mask_strides, kind = mask.stride(), ADDITIVE.value
+        if mask.dtype == torch.bool:
+            mask, kind = mask.view(torch.uint8), BOOLEAN.value
+    ranges = unused
+    if spec.is_ranged:
+        ranges = torch.stack(visible_range(spec, shape, q.device))
     width, value_width = padded_width(head_dim), padded_width(value_dim)
-    tile = tile_of(device, max(width, value_width), kernel)
-    is_capped = asked.softcap > 0
-    if asked.mask is not None or is_capped or (kernel == "shadow" and asked.is_ranged):
+    tile = tile_of(q, max(width, value_width), kernel)
+    if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):
         tile = tile.for_mask
     return Prepared(
+        (mask, ranges, unused if spec.sinks is None else spec.sinks.float().contiguous()),
         mask_strides,
-        causal_shift(asked.causal, q_shape[2], seqlen_k),
-        asked.scale / asked.softcap if is_capped else 1.0,
-        asked.softcap if is_capped else asked.scale,
+        causal_shift(spec.causal, seqlen_q, seqlen_k),
+        spec.scale / spec.softcap if spec.softcap > 0 else 1.0,
+        spec.softcap if spec.softcap > 0 else spec.scale,
         tile,
         {
-            "CAUSAL": asked.causal is not False and not asked.is_ranged,
-            "RANGED": asked.is_ranged,
-            "SOFTCAP": is_capped,
-            "SINKS": asked.sinks is not None,
+            "CAUSAL": spec.causal is not False and not spec.is_ranged,
+            "RANGED": spec.is_ranged,
+            "SOFTCAP": spec.softcap > 0,
+            "SINKS": spec.sinks is not None,
             "MASK": kind,
             "HEAD_DIM": head_dim,
             "WIDTH": width,

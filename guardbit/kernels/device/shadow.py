@@ -333,10 +333,9 @@ def shadow(
     row_max, entropy, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(3))
     maxima, maxima_bf16 = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
     result = Shadow(out, row_max, maxima, maxima_bf16, entropy, largest)
-    loaded, asked = launch.load(spec, q, v, row_max)
+    call = launch.prepare(spec, q, v, "shadow", row_max)
     if not out.numel():
         return result
-    call = launch.prepare(asked, q.shape, v.shape, q.device, "shadow")
     size_of_scale = launch.size_of_scale(call.scale)
     chosen = row_max if query_ids is None else query_ids.contiguous()
     sizes = num_heads, num_heads // k.shape[1], count, seqlen_q, k.shape[2], call.shift
@@ -345,7 +344,7 @@ def shadow(
     launch.run(
         shadow_kernel,
         -(-count // call.tile.block_m) * batch * num_heads,
-        (q, k, v, *loaded, chosen, *results),
+        (q, k, v, *call.loaded, chosen, *results),
         (*launch.strides(q, k, v), call.mask_strides),
         (*sizes, call.inner_scale, *scales, eps, eps * math.log2(math.e)),
         HAS_QUERY_IDS=query_ids is not None,
