@@ -380,8 +380,6 @@ def _packed(
 def _gradients(call: Call, found: Gradients) -> Gradients:
     """Packs what a backward returns, likewise."""
     traced, mask, sinks = call.traced, call.spec.mask, call.spec.sinks
-    if call.native and not traced and found.d_mask is found.d_sinks is None:
-        return found
     dq, dk, dv = found.dq, found.dk, found.dv
     if traced and _rows_first(call):
         dq, dk, dv = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv))

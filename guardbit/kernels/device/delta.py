@@ -10,7 +10,7 @@ takes none from the kernel that calls it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import triton
@@ -438,8 +438,8 @@ def delta_kernel(
 # H100 holds.
 _CACHE = 2**25
 
-# Plans of launches that load nothing besides, and descriptors of K and V, by layouts.
-_plans: dict[Hashable, tuple[launch.Plan, list[TensorDescriptor]]] = {}
+# Launches that load nothing besides, and descriptors of K and V, by layouts.
+_plans: dict[Hashable, tuple[Callable[..., None], list[TensorDescriptor]]] = {}
 
 
 def exact_delta(
@@ -466,9 +466,9 @@ def exact_delta(
     layouts = map(launch.layout, (q, k, v, d_out, lse, out, carried))
     key = spec, len(head_ids), carrier is None, q.device, *layouts
     if (found := _plans.get(key)) is not None:
-        plan, examples = found
+        again, examples = found
         keys = map(launch.described, (k, v), examples) if examples else (k, v)
-        launch.start(plan, (q, *keys, d_out, lse, delta, delta, delta, ids, out, delta, carried))
+        again((q, *keys, d_out, lse, delta, delta, delta, ids, out, delta, carried))
         return delta
     kv_heads, seqlen_k, value_dim = v.shape[1:]
     call = launch.prepare(spec, q, v, "delta", delta)
@@ -481,7 +481,7 @@ def exact_delta(
     strides = launch.strides(q, k, v, d_out, lse)
     section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
     counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
-    plan = launch.run(
+    again = launch.run(
         delta_kernel,
         -(-seqlen_q // call.tile.block_m) * batch * len(ids),
         (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
@@ -495,8 +495,7 @@ def exact_delta(
     if all(x is delta for x in call.loaded):
         if len(_plans) >= 1024:
             _plans.clear()
-        examples = [launch.described(None, x) for x in keys if use_tma]
-        _plans[key] = plan, examples
+        _plans[key] = again, [launch.described(None, x) for x in keys if use_tma]
     return delta
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -94,42 +94,26 @@ def run(
     strides: tuple[tuple[int, ...], ...],
     numbers: tuple[Any, ...],
     **constants: Any,
-) -> Plan:
-    """Launches a kernel; returns all of the launch but its tensors."""
+) -> Callable[[tuple[Any, ...]], None]:
+    """Launches a kernel; returns what launches it with other tensors that are laid out alike."""
     # Triton's look at every argument takes longer than the rest, and so would the kernel's hash.
     known = _compiled(
         id(kernel), tensors[0].device, strides, *numbers, *constants.values(), *map(_kind, tensors)
     )
-    plan = Plan(kernel, programs, (*strides, *numbers), constants, known)
-    start(plan, tensors)
-    return plan
 
+    def launch(tensors: tuple[Any, ...]) -> None:
+        arguments = *tensors, *strides, *numbers
+        with torch.cuda.device_of(tensors[0]):
+            if known:
+                known[0][programs, 1, 1](*arguments, *known[1:])
+                return
+            compiled = kernel[(programs,)](*arguments, **constants)
+        # The interpreter returns none, and on ROCm Triton looks at more.
+        if compiled is not None and torch.version.hip is None:
+            known[:] = compiled, *(constants[name] for name in kernel.arg_names[len(arguments) :])
 
-class Plan(NamedTuple):
-    """All of a launch but its tensors."""
-
-    kernel: Any
-    programs: int
-    strides_and_numbers: tuple[Any, ...]
-    constants: dict[str, Any]  # Compile-time arguments and options
-    known: list[Any]  # see `_compiled`
-
-
-def start(plan: Plan, tensors: tuple[Any, ...]) -> None:
-    device = tensors[0].get_device()  # -1 on the CPU
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return start(plan, tensors)
-    arguments = *tensors, *plan.strides_and_numbers
-    if plan.known:
-        compiled, *constants = plan.known
-        compiled[plan.programs, 1, 1](*arguments, *constants)
-        return
-    compiled = plan.kernel[(plan.programs,)](*arguments, **plan.constants)
-    # The interpreter returns none, and on ROCm Triton looks at more.
-    if compiled is not None and torch.version.hip is None:
-        rest = plan.kernel.arg_names[len(arguments) :]
-        plan.known[:] = compiled, *(plan.constants[name] for name in rest)
+    launch(tensors)
+    return launch
 
 
 def tile_of(x: Tensor, width: int, kernel: Kernel) -> Tile:

@@ -130,12 +130,8 @@ def place_of_caller() -> str:
     return f"{code.co_filename}:{frame.f_lineno}"
 
 
-def site_of(module: nn.Module) -> Tensor:
-    """Returns the number that a hooked module, or a copy of one, carries, a 0-d CPU tensor."""
-    return getattr(module, SITE_ATTRIBUTE).site
-
-
 def site_number(module: nn.Module) -> int:
+    """Returns the number that a hooked module, or a copy of one, carries."""
     return getattr(module, SITE_ATTRIBUTE).number
 
 

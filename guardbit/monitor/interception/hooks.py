@@ -90,7 +90,7 @@ _leave = MethodType(frames.hook(Absent.METHOD, _leave_eagerly, _leave_traced), _
 # they are inlined.
 for _function in (
     _enter_traced, _leave_traced, _begin_step, _end_step, _site_of, frames.push, frames.pop,
-    frames.drop_stale, frames.drop_all, frames.site_number, frames.site_of, read,
+    frames.drop_stale, frames.drop_all, frames.site_number, read,
     is_recomputing, is_traced, Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end,
     Runtime.site, Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip

@@ -42,7 +42,7 @@ _ORDINARY = (
     private.ordinary_function,
 )
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Why a call, of latent attention for example, can be watched but not switched.
 OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
@@ -313,14 +313,12 @@ def is_empty(q: Tensor, k: Tensor) -> bool:
 
 def heads_of(q: Tensor | None, k: Tensor | None) -> seen.Heads:
     """Query heads, key heads and head size; zeros where the tensors do not show them."""
-    if q is None or k is None:
+    if q is None or k is None or min(q.dim(), k.dim()) < 2:
         return 0, 0, 0
     for x in (q, k):
         if x.is_nested and (x.layout is torch.strided or x.dim() != 4):
             return 0, 0, 0
     sizes, key_sizes = q.shape, k.shape
-    if len(sizes) < 2 or len(key_sizes) < 2:
-        return 0, 0, 0
     heads = sizes[-3] if len(sizes) > 3 else 1
     return heads, key_sizes[-3] if len(key_sizes) > 3 else 1, sizes[-1]
 
@@ -367,7 +365,7 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def why_kind(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
-    if q.dtype not in DTYPES:
+    if q.dtype not in _DTYPES:
         return f"it computes in {q.dtype}"
     if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
         return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"

@@ -38,13 +38,6 @@ def bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> base.Bound | base.Refusal:
-    if attn_mask is None and not torch.compiler.is_compiling() and _are_usual(query, key, value):
-        why = base.why_dropout(dropout_p) or base.why_now(query, key, value)
-        if why is not None:
-            return base.Refusal(why, query, key)
-        scale = 1.0 / math.sqrt(query.size(3)) if scale is None else scale
-        spec = plain_spec(scale, "top-left" if is_causal else False, dropout_p)
-        return base.Bound(query, key, value, spec)
     shared: tuple[DTensor, Share] | None = None
     if isinstance(query, DTensor) and not torch.compiler.is_compiling():
         share = share_of_tensors((query, key, value), heads_axis=1)
@@ -56,10 +49,12 @@ def bind(
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
     why = why or base.why_options((attn_mask,), dropout_p) or base.why_kind(query, key, value)
     why = why or base.why_now(query, key, value)
-    batch = None if why else _batch_of(query, key, value)
-    why = batch if isinstance(batch, str) else why or base.why_unlike(query, key, value)
-    # PyTorch's math kernel serves calls with one key head for all query heads.
-    broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
+    batch = broadcasts = None
+    if why is None and not _are_alike(query, key, value):
+        batch = _batch_of(query, key, value)
+        why = batch if isinstance(batch, str) else base.why_unlike(query, key, value)
+        # PyTorch's math kernel serves calls with one key head for all query heads.
+        broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(-3) != 1:
         why = broadcasts
     if query.is_nested and (attn_mask is not None or (is_causal and query.size(2) != key.size(2))):
@@ -85,17 +80,11 @@ def bind(
     return base.Refusal(why, query, key, bound if shared is None else None)
 
 
-def _are_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing of q, k and v is in the way, as in most calls: `bind` asks no further."""
-    return (
-        type(q) is type(k) is type(v) is Tensor
-        and q.shape == k.shape == v.shape
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype in base.DTYPES
-        and not (q.is_nested or k.is_nested or v.is_nested)
-        and q.dim() == 4
-        and base.why_size(q) is None
-    )
+def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether tensors of four axes have one shape, as in most calls: nothing is in the way."""
+    if torch.compiler.is_compiling() or q.is_nested or k.is_nested or v.is_nested:
+        return False
+    return q.dim() == 4 and q.shape == k.shape == v.shape
 
 
 def _why_width(bound: base.Bound) -> str | None:
@@ -146,9 +135,8 @@ def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     proxies = [x for x in values if isinstance(x, Proxy)] if is_traced else []
     if proxies:  # by itself PyTorch would name the stand-in in the graph
         return Around(args, kwargs, function=partial(handle_torch_function, original, proxies))
-    if has_torch_function(values) and base.is_taken_over(_tensors(args, kwargs)):
-        return None
-    return base.before(SDPA, args, kwargs)
+    is_taken = has_torch_function(values) and base.is_taken_over(_tensors(args, kwargs))
+    return None if is_taken else base.before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
