@@ -270,9 +270,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
         return None
     heads = heads_of(q, k)
     if isinstance(found, Bound):
-        why = None
-        if not state.is_idle:
-            why = entry.why_other(found, args, kwargs)
+        why = None if state.is_idle else entry.why_other(found, args, kwargs)
         share = None if found.shared is None else found.shared[1]
         why = seen.note_call(
             number, heads, why, entry.name, share=share, has_gradient=has_gradient(found)

@@ -49,8 +49,11 @@ def bind(
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
     why = why or base.why_options((attn_mask,), dropout_p) or base.why_kind(query, key, value)
     why = why or base.why_now(query, key, value)
-    batch = broadcasts = None
-    if why is None and not _are_alike(query, key, value):
+    batch, broadcasts, is_eager = None, None, not torch.compiler.is_compiling()
+    # In most calls nothing more has to be asked.
+    are_alike = is_eager and not (query.is_nested or key.is_nested or value.is_nested)
+    are_alike = are_alike and query.dim() == 4 and query.shape == key.shape == value.shape
+    if why is None and not are_alike:
         batch = _batch_of(query, key, value)
         why = batch if isinstance(batch, str) else base.why_unlike(query, key, value)
         # PyTorch's math kernel serves calls with one key head for all query heads.
@@ -64,7 +67,7 @@ def bind(
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
-    if attn_mask is None and not torch.compiler.is_compiling():
+    if attn_mask is None and is_eager:
         spec = plain_spec(scale, causal, dropout_p)
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
@@ -78,13 +81,6 @@ def bind(
     if why is None:
         return bound
     return base.Refusal(why, query, key, bound if shared is None else None)
-
-
-def _are_alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether tensors of four axes have one shape, as in most calls: nothing is in the way."""
-    if torch.compiler.is_compiling() or q.is_nested or k.is_nested or v.is_nested:
-        return False
-    return q.dim() == 4 and q.shape == k.shape == v.shape
 
 
 def _why_width(bound: base.Bound) -> str | None:
