@@ -90,6 +90,7 @@ def call(kernel: Kernel, tensors: list[Tensor], use: str) -> Callable[[], Iterab
     if kernel != "delta":
         return lambda: backward.backward(d_out, q, k, v, *result, **options)
     out, lse, _ = result
+    delta._plans.clear()  # plans hold the tile
     if use == "alone":
         return lambda: (delta.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=heads),)
     return lambda: delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, head_ids=heads)

@@ -116,7 +116,7 @@ NAMES: dict[str, Private] = {
         "calls with fake tensors are taken for real ones", (_always(None), 0, 1, 2),
     ),
     "num_export_modes": Private(
-        ("torch._ops._len_torch_dispatch_stack_pre_dispatch",),
+        ("torch._ops._mode_stack_state_for_pre_dispatch.count",),
         "an export records GuardBit's stand-ins", (_always(0),),
     ),
     "is_exporting": Private(

@@ -310,19 +310,9 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             delta = call.used(head_ids) - d_lse.index_select(1, index) / _LN2
             d_out = call.d_out.index_select(1, index)
             carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
-        seen = AttentionCall(
-            site=site,
-            q=call.q,
-            k=call.k,
-            v=call.v,
-            out=carried,
-            residual=None,
-            d_out=call.d_out,
-            dq=dq,
-            spec=call.spec,
-            stabilizers=call.stabilizers,
-            kernel=KERNEL,
-        )
+        tensors = call.q, call.k, call.v, carried, None, call.d_out, dq
+        known = {"spec": call.spec, "stabilizers": call.stabilizers, "kernel": KERNEL}
+        seen = AttentionCall(site, *tensors, **known)
     except Exception as error:
         log.warning(
             "attention module '%s': a call of flex_attention was not seen (%s)", state.name, error

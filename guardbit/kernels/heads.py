@@ -134,7 +134,6 @@ def resolve(
         names = tuple("compensated" if name in deltas else name for name in asked)
         why = (f"compensated runs instead of {name}, which knows no dropout" for name in deltas)
         return Settled(names, False, "; ".join(why))
-    beyond_ours = _beyond_ours(call)
     if call.spec.dropout_p > 0:
         shares_backward = False
         obstacle = (
@@ -144,13 +143,15 @@ def resolve(
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shares_backward = not proof.failure
-        is_plain = call.library is None and not beyond_ours
-        if shares_backward and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
+        if shares_backward and (
+            stabilized <= DELTAS.keys()
+            or (keeps_residual and call.library is None and not _beyond_ours(call))
+        ):
             return Settled(asked, True, unshifted)
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     # Why our kernels cannot run the whole call, and why not `compensated`.
     limit = ""
-    if beyond_ours:
+    if beyond_ours := _beyond_ours(call):
         limit = f"GuardBit's kernels take no {', no '.join(beyond_ours)}"
     if call.library is not None:
         limit = f"GuardBit's kernels cannot replace {call.library.title}"

@@ -218,29 +218,18 @@ def _tensors_of(call: Call, site: Tensor) -> _Tensors:
 
 
 def _numbers_of(call: Call) -> _Numbers:
-    spec, documents, engine = call.spec, call.spec.documents, call.library
-    left, right = spec.window
-    return _Numbers(
-        max_queries=0 if documents is None else documents.max_queries,
-        max_keys=0 if documents is None else documents.max_keys,
-        causal=_CAUSAL.index(spec.causal),
-        scale=spec.scale,
-        left=left,
-        right=right,
-        softcap=spec.softcap,
-        dropout_p=spec.dropout_p,
-        library=-1 if engine is None else _LIBRARY_NAMES.index(engine.label),
-        deterministic=engine is not None and engine.deterministic,
-        scheduling=() if engine is None else engine.scheduling,
-        native=call.native,
-        wants_mask=call.wants_mask,
-        traced=call.traced,
-    )
+    spec, engine = call.spec, call.library
+    longest = (0, 0) if spec.documents is None else spec.documents[2:]
+    asked = _CAUSAL.index(spec.causal), spec.scale, *spec.window, spec.softcap, spec.dropout_p
+    of_engine = -1, False, ()
+    if engine is not None:
+        index = _LIBRARY_NAMES.index(engine.label)
+        of_engine = index, engine.deterministic, engine.scheduling
+    return _Numbers(*longest, *asked, *of_engine, call.native, call.wants_mask, call.traced)
 
 
 def _arguments_of(call: Call) -> tuple[Any, ...]:
-    own = (getattr(call, name) for name in _OF_FORWARD)
-    return (*_tensors_of(call, call.site), *_numbers_of(call), *own)
+    return (*_tensors_of(call, call.site), *_numbers_of(call), *call[-len(_OF_FORWARD) :])
 
 
 def _call_of(tensors: _Tensors, numbers: _Numbers, own: Sequence[Any] = ()) -> Call:
@@ -248,18 +237,8 @@ def _call_of(tensors: _Tensors, numbers: _Numbers, own: Sequence[Any] = ()) -> C
     if numbers.library >= 0:
         label, scheduling = _LIBRARY_NAMES[numbers.library], tuple(numbers.scheduling)
         engine = library_engine(label, numbers.deterministic, scheduling)
-    return Call(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        _spec_of(tensors, numbers),
-        tensors.site,
-        engine,
-        numbers.native,
-        numbers.wants_mask,
-        numbers.traced,
-        *own,
-    )
+    flags = numbers.native, numbers.wants_mask, numbers.traced
+    return Call(*tensors[:3], _spec_of(tensors, numbers), tensors.site, engine, *flags, *own)
 
 
 def _spec_of(tensors: _Tensors, numbers: _Numbers) -> AttentionSpec:
@@ -626,7 +605,7 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
 
 def _below_autograd(call: Call, by_op: bool) -> Saved:
     with private.below_autograd():
-        if is_direct(call.q, call.k, call.v, by_op=by_op):
+        if not by_op or is_direct(call.q, call.k, call.v, by_op=True):
             return run_forward(call)
         return Saved(*_op_of(call)(*_arguments_of(call)))
 

@@ -36,7 +36,8 @@ def heads_first(x: Tensor, layout: Layout) -> Tensor:
 
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device; on meta, which has none, the question is an error."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    kind = "cuda" if x.is_cuda else x.device.type  # of which PyTorch makes a string each time
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

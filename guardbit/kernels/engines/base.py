@@ -104,12 +104,18 @@ def keep(drawn: Drawn | None, seed: Tensor, offset: Tensor) -> None:
 
 def philox_of(drawn: Drawn | None, device: torch.device) -> Tensor:
     """Returns seed and offset on the device, INT64 `(2,)`; zeros without dropout."""
-    return _nothing_drawn(device) if drawn is None else drawn.philox
+    return _nothing_drawn(device)[0] if drawn is None else drawn.philox
+
+
+def seed_and_offset(drawn: Drawn | None, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns what `philox_of` returns as two tensors `()`."""
+    return _nothing_drawn(device)[1:] if drawn is None else drawn.philox.unbind()
 
 
 @lru_cache
-def _nothing_drawn(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=device)
+def _nothing_drawn(device: torch.device) -> tuple[Tensor, ...]:
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    return zeros, *zeros.unbind()
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -60,9 +60,9 @@ def proof_of(
     engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
 ) -> Proof:
     """Returns the proof of an engine in a call's configuration; tests the engine the first time."""
-    mask, rows, keys = spec.mask, q.size(2), k.size(2)
+    mask, (_, heads, rows, head_dim), (_, key_heads, keys, _) = spec.mask, q.shape, k.shape
     key = (
-        engine.name, q.device, q.dtype, q.size(3), v.size(3), q.size(1) == k.size(1),
+        engine.name, q.device, q.dtype, head_dim, v.size(3), heads == key_heads,
         spec.causal, None if mask is None else mask.dtype == torch.bool,
         None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
         rows % 8 == 0, rows % _LENGTH == 0, keys % 8 == 0, keys % _LENGTH == 0, rows == keys,

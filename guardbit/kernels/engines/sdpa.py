@@ -20,6 +20,7 @@ from guardbit.kernels.engines.base import (
     generator_of,
     keep,
     philox_of,
+    seed_and_offset,
 )
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import laid_out_as
@@ -95,7 +96,7 @@ class CuDNN(Engine):
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, spec, drawn, _ = inputs
-        seed, offset = philox_of(drawn, q.device).unbind()
+        seed, offset = seed_and_offset(drawn, q.device)
         return Gradients(*private.cudnn_ops[1](
             d_out, q, k, v, out, lse.unsqueeze(-1), seed, offset,
             additive(spec.mask, q.dtype, _HIDDEN), None, None, q.size(2), k.size(2), spec.dropout_p,
@@ -126,7 +127,7 @@ class Efficient(Engine):
         if drawn is not None and not torch.cuda.is_current_stream_capturing():
             seed, offset = drawn.generator_state.view(torch.int64).unbind()
         else:
-            seed, offset = philox_of(drawn, q.device).unbind()
+            seed, offset = seed_and_offset(drawn, q.device)
         padded_lse = F.pad(lse, (0, -q.size(2) % _LSE_ALIGNMENT), value=torch.inf)
         dq, dk, dv, d_mask = private.efficient_ops[1](
             d_out, q, k, v, _prepared(spec.mask, q, k), out, padded_lse, seed, offset,

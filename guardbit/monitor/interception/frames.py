@@ -44,6 +44,7 @@ class Place:
         # its copies itself.
         with private.no_torch_dispatch():  # a copy made of fake tensors keeps a real number
             self.site = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self.number = number  # the same, for eager calls
         self.has_run = False  # whether the module has run eagerly
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
@@ -52,7 +53,7 @@ class Place:
     def __reduce__(self) -> Any:
         # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing. The tensor
         # lives on: for a process that is spawned it is a file, which must be open when it begins.
-        return SimpleNamespace, (), {"site": NOWHERE}
+        return SimpleNamespace, (), {"site": NOWHERE, "number": NO_SITE}
 
 
 class Absent:
@@ -129,13 +130,9 @@ def place_of_caller() -> str:
     return f"{code.co_filename}:{frame.f_lineno}"
 
 
-def site_of(module: nn.Module) -> Tensor:
-    """Returns the number that a hooked module, or a copy of one, carries, a 0-d CPU tensor."""
-    return getattr(module, SITE_ATTRIBUTE).site
-
-
 def site_number(module: nn.Module) -> int:
-    return number_of(site_of(module))
+    """Returns the number that a hooked module, or a copy of one, carries."""
+    return getattr(module, SITE_ATTRIBUTE).number
 
 
 def is_attached(module: nn.Module) -> bool:

@@ -50,9 +50,9 @@ def _enter_eagerly(_: Absent, module: nn.Module, args: Args, kwargs: Kwargs) -> 
 
 def _site_of(module: nn.Module) -> Tensor:
     """Returns the number of a module that runs; a copy has none, unless it stands in for it."""
-    site = frames.site_of(module)
-    is_itself = probe.site is not None or frames.site_modules.get(number_of(site)) is module
-    return site if is_itself else frames.NOWHERE
+    place = getattr(module, SITE_ATTRIBUTE)
+    is_itself = probe.site is not None or frames.site_modules.get(place.number) is module
+    return place.site if is_itself else frames.NOWHERE
 
 
 def _leave_traced(_: Absent, module: nn.Module, args: Any, output: Any) -> None:
@@ -90,7 +90,7 @@ _leave = MethodType(frames.hook(Absent.METHOD, _leave_eagerly, _leave_traced), _
 # they are inlined.
 for _function in (
     _enter_traced, _leave_traced, _begin_step, _end_step, _site_of, frames.push, frames.pop,
-    frames.drop_stale, frames.drop_all, frames.site_number, frames.site_of, read,
+    frames.drop_stale, frames.drop_all, frames.site_number, read,
     is_recomputing, is_traced, Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end,
     Runtime.site, Runtime.is_other_thread, Runtime.is_owner_running, Clock.begin, Clock.end,
 ):  # fmt: skip

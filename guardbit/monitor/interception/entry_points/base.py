@@ -270,9 +270,7 @@ def observed_eagerly(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | W
         return None
     heads = heads_of(q, k)
     if isinstance(found, Bound):
-        why = None
-        if not state.is_idle:
-            why = entry.why_other(found, args, kwargs)
+        why = None if state.is_idle else entry.why_other(found, args, kwargs)
         share = None if found.shared is None else found.shared[1]
         why = seen.note_call(
             number, heads, why, entry.name, share=share, has_gradient=has_gradient(found)
@@ -318,8 +316,9 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> seen.Heads:
     for x in (q, k):
         if x.is_nested and (x.layout is torch.strided or x.dim() != 4):
             return 0, 0, 0
-    heads = q.size(-3) if q.dim() > 3 else 1
-    return heads, k.size(-3) if k.dim() > 3 else 1, q.size(-1)
+    sizes, key_sizes = q.shape, k.shape
+    heads = sizes[-3] if len(sizes) > 3 else 1
+    return heads, key_sizes[-3] if len(key_sizes) > 3 else 1, sizes[-1]
 
 
 @frames.reporting

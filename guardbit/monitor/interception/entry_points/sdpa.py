@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Proxy
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from guardbit import private
 from guardbit.guard import Args, Around, Kwargs, Result
@@ -49,10 +49,15 @@ def bind(
     why = _TWO_MASKS if attn_mask is not None and is_causal else None
     why = why or base.why_options((attn_mask,), dropout_p) or base.why_kind(query, key, value)
     why = why or base.why_now(query, key, value)
-    batch = None if why else _batch_of(query, key, value)
-    why = batch if isinstance(batch, str) else why or base.why_unlike(query, key, value)
-    # PyTorch's math kernel serves calls with one key head for all query heads.
-    broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
+    batch, broadcasts, is_eager = None, None, not torch.compiler.is_compiling()
+    # In most calls nothing more has to be asked.
+    are_alike = is_eager and not (query.is_nested or key.is_nested or value.is_nested)
+    are_alike = are_alike and query.dim() == 4 and query.shape == key.shape == value.shape
+    if why is None and not are_alike:
+        batch = _batch_of(query, key, value)
+        why = batch if isinstance(batch, str) else base.why_unlike(query, key, value)
+        # PyTorch's math kernel serves calls with one key head for all query heads.
+        broadcasts = None if why else base.why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(-3) != 1:
         why = broadcasts
     if query.is_nested and (attn_mask is not None or (is_causal and query.size(2) != key.size(2))):
@@ -62,7 +67,7 @@ def bind(
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
-    if attn_mask is None and not torch.compiler.is_compiling():
+    if attn_mask is None and is_eager:
         spec = plain_spec(scale, causal, dropout_p)
     else:
         spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
@@ -122,10 +127,12 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 def _before(args: Args, kwargs: Kwargs) -> Around | Result | None:
     """Handles an eager call; one that a tensor subclass takes over is seen when it calls again."""
     is_traced = private.is_symbolic_trace()
-    proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)] if is_traced else []
+    values = *args, *kwargs.values()
+    proxies = [x for x in values if isinstance(x, Proxy)] if is_traced else []
     if proxies:  # by itself PyTorch would name the stand-in in the graph
         return Around(args, kwargs, function=partial(handle_torch_function, original, proxies))
-    return None if base.is_taken_over(_tensors(args, kwargs)) else base.before(SDPA, args, kwargs)
+    is_taken = has_torch_function(values) and base.is_taken_over(_tensors(args, kwargs))
+    return None if is_taken else base.before(SDPA, args, kwargs)
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
