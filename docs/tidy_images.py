@@ -6,7 +6,7 @@ These commands make them:
     guardbit report runs/demo/corrected --output docs/images/demo
     guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz --output docs/images/failing
     guardbit report guardbit/recorded/lost --output docs/images/lost
-    guardbit report guardbit/recorded/{lost,switched} --output docs/images/lost_and_switched
+    guardbit report guardbit/recorded/{watched,guarded}{,-again} --output docs/images/copies
     guardbit demo --recorded --run-dir runs/recorded
     python docs/report_screenshot.py runs/recorded/lost.html docs/images/reports/lost.png
     python docs/live_screenshot.py guardbit/recorded/lost docs/images/live.png

@@ -47,12 +47,13 @@ def thin(sources: Sequence[Path], target: Path) -> None:
     frame = frame[is_kept & frame["indicator"].isin([*INDICATORS, *(AUDITS if starts else ())])]
     frame = frame.assign(value=[float(f"{value:.{DIGITS}g}") for value in frame["value"]])
     metadata = {**read_metadata(source), "recorded": f"a thin copy of {source.name}"}
+    happened: list[Event] = []
     if not starts:
         found = replay(frame, normalised=normalised_sites(metadata))
         metadata["settings"]["heads_judged_by"] = found.judged_by
         events = events[~events["kind"].isin(("alarm", "advisory", "verdict"))]
-    happened = [Event(**event) for event in events.to_dict("records")]
-    happened += [] if starts else map(event_of, found.alarms)
+        happened += map(event_of, found.alarms)
+    happened += [Event(**event) for event in events.to_dict("records")]
     with RunWriter(target, metadata=metadata) as writer:
         writer.add(samples_of(frame))
         for event in sorted(happened, key=lambda event: event.step):
