@@ -5,6 +5,8 @@ model trains on text in BF16, the monitor measures, the detectors judge, the pol
 """
 
 import logging
+import os
+import shutil
 import sysconfig
 import warnings
 from dataclasses import replace
@@ -108,8 +110,11 @@ def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: in
         key[rows] += BAD_NORM * torch.outer(feature, apart)
 
 
-def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
-    """Trains the small GPT twice, with and without the stabilizer, and prints what happened."""
+def run_demo(run_dir: Path, progress: Progress, task: TaskID, is_own: bool) -> None:
+    """Trains the small GPT twice, with and without the stabilizer, and prints what happened.
+
+    Where the folder is the demo's own, the runs of an earlier demo are taken away first.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
         warnings.filterwarnings("ignore", message)
@@ -118,6 +123,8 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
     runs: list[LoadedRun] = []
     for name in ("corrected", "left-alone"):
         progress.update(task, description=f"Training, {name}")
+        if is_own:
+            shutil.rmtree(run_dir / name, ignore_errors=True)
         pl.seed_everything(0, verbose=False)
         trainer = pl.Trainer(
             max_epochs=1,
@@ -145,10 +152,13 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
     found = {run.name: run.samples.query(since).set_index("step")["value"] for run in runs}
     errors = pd.DataFrame(found).dropna()
     corrected, alone = errors.median()
+    # `make demo` runs it from an environment that the user's shell does not know.
+    command = os.path.relpath(Path(sysconfig.get_path("scripts"), "guardbit"))
+    command = "guardbit" if shutil.which("guardbit") else command
     typer.echo(
         f"\nRounding's error in the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, relative to dQ:"
         f"\n\n{errors.map('{:.1%}'.format).to_string()}\n\nThe median is {corrected:.1%} in the"
         f" corrected run and {alone:.1%} in the run left alone.\n\n"
         f"The report of the corrected run: {typer.style(report, bold=True)}\n"
-        f"Both runs in the browser: {typer.style(f'guardbit live {run_dir}', bold=True)}"
+        f"Both runs in the browser: {typer.style(f'{command} live {run_dir}', bold=True)}"
     )

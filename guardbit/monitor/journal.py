@@ -151,8 +151,8 @@ class Journal:
         )
         if goes_on and not is_resumed:
             log.warning(
-                "%s already holds %s, and this one does not go on from its checkpoint: it"
-                " hides what was recorded from step %d on; another dirpath keeps both",
+                "%s already holds %s, which this one does not resume: what that recorded from"
+                " step %d on is hidden; another dirpath keeps both",
                 self._dirpath,
                 held,
                 first_step,
@@ -247,7 +247,8 @@ class Journal:
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
-        words = event.kind, place_of(event), event.verdict, switch
+        kind = "error" if event.kind == "monitor_error" else event.kind
+        words = kind, place_of(event), event.verdict, switch
         line = f"step {event.step}: {' '.join(filter(None, words))}: {event.why}"
         if event.kind != "alarm":
             log.warning("%s", printable(f"GuardBit: {line}"))
@@ -290,9 +291,7 @@ class Journal:
                 self._modules.clear()
                 raise
             if not self._is_failing:
-                log.warning(
-                    "telemetry could not be written, and is pending for another try: %s", error
-                )
+                log.warning("nothing could be recorded so far, and another try follows: %s", error)
             self._is_failing = True
 
     def _write(self) -> None:

@@ -16,8 +16,8 @@ from guardbit.monitor.unseen import looks_like_attention
 from guardbit.records import Alarm, Event
 
 _HOW_TO_SHOW = (
-    "Attention that is written out in PyTorch has no rounded delta, so it needs no correction; to"
-    " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
+    "attention written out in PyTorch needs no correction; to watch it, or your own kernel, put"
+    " q, k, v = guardbit.observe(q, k, v) before it"
 )
 
 _FUNCTIONS = (
@@ -87,17 +87,14 @@ class Notices:
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
             *others,
-            f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
+            f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
             "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
             " 'flex_attention' and the installed flash_attn's",
             "the instrumented model is not the one that trains, which may be a copy of it",
         ]
         if not ran:
             reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
-        return (
-            "the model has called no attention that GuardBit sees so far, so nothing is watched."
-            f" Likely: {_listed(reasons)}"
-        )
+        return f"the model has called no attention that GuardBit sees so far. Likely: {_listed(reasons)}"
 
     # --- attention that is not watched -----------------------------------------------------------
 

@@ -34,7 +34,7 @@ from guardbit.records import nearest
 
 T = TypeVar("T")
 
-_FROZEN = "its calls have no gradient, as it is frozen or runs without"
+_FROZEN = "no gradient reaches its calls: it is frozen, or runs without gradients"
 _SEVERAL_CALLS = (
     "it makes several calls of attention in one forward ({}): the first is measured, and a switch"
     " applies to all"
