@@ -295,8 +295,8 @@ def replay(
 def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
     """The headline, the verdict on alarms, what to do, and which rules could not judge."""
     yield judgement.headline
-    if judgement.numbers["alarms"]:  # else the headline says it all
-        yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
+    if judgement.numbers["alarmed"]:  # else the headline says it all
+        yield f"By today's rules the verdict is {judgement.verdict}: {judgement.why}"
     yield judgement.advice
     yield judgement.risk.sentence
     for rule, names in result.unjudged.items():

@@ -107,7 +107,7 @@ class Judgement:
 
     @property
     def verdict_and_advice(self) -> str:
-        verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarms"] else ""
+        verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarmed"] else ""
         return f"{verdict}{self.advice}"
 
     @property

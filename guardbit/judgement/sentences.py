@@ -36,7 +36,7 @@ _ADVICE: dict[State, str] = {
     "healthy": "No action needed.",
     "unclear": f"Train longer, or sample more often: rules need {LOSS_SAMPLES} samples.",
     "warning": "Look at the loss, the largest logits and NaN.",
-    "alarmed": "Let AutoStabilizer, or a Policy, switch the alarmed heads; keep a checkpoint.",
+    "alarmed": "Switch the alarmed heads, as AutoStabilizer or a Policy does; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",
     "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",

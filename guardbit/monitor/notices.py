@@ -94,7 +94,8 @@ class Notices:
         ]
         if not ran:
             reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
-        return f"the model has called no attention that GuardBit sees so far. Likely: {_listed(reasons)}"
+        likely = _listed(reasons)
+        return f"the model has called no attention that GuardBit sees so far. Likely: {likely}"
 
     # --- attention that is not watched -----------------------------------------------------------
 

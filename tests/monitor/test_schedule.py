@@ -146,9 +146,7 @@ def test_what_comes_without_a_step_is_told_once(schedule, said, what):
         schedule.end() if what == "end_step" else schedule.use(what)
     schedule.close()
     (line,) = said
-    assert line.startswith(
-        f"{what}() was called, but no step has begun: call begin_batch(step) before"
-    )
+    assert line.startswith(f"{what}() was called, but no step has begun: put `with session.step")
 
 
 def test_a_session_without_a_step_says_so_at_its_end(caplog):

@@ -217,12 +217,12 @@ def _measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> s
     ratio = np.divide(sums, scales, out=np.full(width, np.nan), where=scales > 0)
     clauses = []
     if (head := _largest(ratio, heads)) is not None:
-        part = f"{100 * ratio[head]:+.2g} % of their sizes"
+        part = f"{100 * ratio[head]:+.3g} % of their sizes"
         clauses.append(f"measured in FP32, delta's errors in head {head} add up to {part}")
     if (head := _largest(relative, heads)) is not None:
         clauses.append(
             f"dQ of head {head} is off by {relative[head]:.2g} times its norm, and by"
-            f" {100 * coherent[head]:+.2g} % along W_Q's top direction"
+            f" {100 * coherent[head]:+.3g} % along W_Q's top direction"
         )
     return "; ".join(clauses)
 

@@ -98,9 +98,9 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert not [line for line in caplog.messages if "already holds a run" in line]
     Loop(dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "already holds a run" in line]
-    assert f"{tmp_path} already holds a run, and this one" in told and "from step 0 on" in told
+    assert f"{tmp_path} already holds a run, which this one" in told and "from step 0 on" in told
     for end, held in [
-        ("crashed", "that crashed, and"),
+        ("crashed", "that crashed, which this"),
         (None, "that was not closed: it was killed"),
     ]:
         writer = RunWriter(tmp_path)
