@@ -1,9 +1,7 @@
 """The command line: `guardbit check | demo | doctor | diagnose | report | live | replay`.
 
-`guardbit.load` is here, too: it judges a run as the commands do.
-
-A command imports inside its function, so that help is quick and only commands that compute import
-torch.
+`guardbit.load` is here, too: it judges a run as the commands do. A command imports inside its
+function, so that help is quick and only commands that compute import torch.
 """
 
 from __future__ import annotations
@@ -52,16 +50,14 @@ RUNS = {
 }
 #: How the two are related.
 WHICH_IS_WHICH = (
-    "switched is a copy of lost from step 4,000 on, with the same losses up to there. All its heads"
-    " were switched at step 6,750, when the rules of that time first alarmed. The alarms shown come"
-    " from today's rules, which alarm earlier."
+    "switched is a copy of lost from step 4,000 on. All its heads were switched at step 6,750, when"
+    " the rules of that time first alarmed. Today's rules, whose alarms are shown, alarm earlier."
 )
 
 WHAT_THE_DEMO_DOES = """
 A small GPT learns the Python standard library, in BF16 on the CPU, twice: about half a minute. At
-step 60 the demo makes one head fail. It sets the head's W_Q and W_K so that all queries see the
-same few positions with large, tied logits; a real run takes thousands of steps to get there. One
-run corrects the head when GuardBit finds it, the other leaves it alone.
+step 60 the demo makes one head fail: all its queries see the same few positions with large, tied
+logits, as in a real run after thousands of steps. One run corrects it, the other leaves it alone.
 """
 
 app = typer.Typer(

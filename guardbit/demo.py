@@ -1,11 +1,9 @@
 """`guardbit demo`: a head of a small GPT diverges; one run corrects it, another leaves it alone.
 
-Only that head is made by hand (`guardbit.cli.WHAT_THE_DEMO_DOES`). Everything else is ordinary: the
-model trains on text in BF16, the monitor measures, the detectors judge, the policy switches.
+Only that head is made by hand (`guardbit.cli.WHAT_THE_DEMO_DOES`). Everything else is ordinary.
 """
 
 import logging
-import os
 import shutil
 import sysconfig
 import warnings
@@ -111,10 +109,7 @@ def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: in
 
 
 def run_demo(run_dir: Path, progress: Progress, task: TaskID, is_own: bool) -> None:
-    """Trains the small GPT twice, with and without the stabilizer, and prints what happened.
-
-    Where the folder is the demo's own, the runs of an earlier demo are taken away first.
-    """
+    """Trains the small GPT twice and prints what happened; its own folder begins empty."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
         warnings.filterwarnings("ignore", message)
@@ -153,8 +148,8 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID, is_own: bool) -> N
     errors = pd.DataFrame(found).dropna()
     corrected, alone = errors.median()
     # `make demo` runs it from an environment that the user's shell does not know.
-    command = os.path.relpath(Path(sysconfig.get_path("scripts"), "guardbit"))
-    command = "guardbit" if shutil.which("guardbit") else command
+    command = shutil.which("guardbit") and "guardbit"
+    command = command or Path(sysconfig.get_path("scripts"), "guardbit")
     typer.echo(
         f"\nRounding's error in the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, relative to dQ:"
         f"\n\n{errors.map('{:.1%}'.format).to_string()}\n\nThe median is {corrected:.1%} in the"

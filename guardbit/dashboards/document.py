@@ -259,9 +259,8 @@ _OF_ROTATED = (
 )
 _EVIDENCE = (
     "Only GPT-2 small was seen to fail: five of thirteen seeds at a rate of 1.5e-3. Of eight kinds"
-    " of its size three were at risk; with Muon, tried later, GPT-2 was not, although its positions"
-    " are learned. In a tuned recipe correcting earned nothing measurable. Larger models were not"
-    " studied."
+    " of its size three were at risk; GPT-2 with Muon, tried later, was not. In a tuned recipe"
+    " correcting earned nothing measurable. Larger models were not studied."
 )
 _COST = (
     "Watching adds 0.5 % to a compiled step of GPT-2 small on one H200, correcting all heads 4.4 %."

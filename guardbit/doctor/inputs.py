@@ -256,7 +256,5 @@ def run_on_one_token(model: nn.Module, inputs: Sequence[Any], device: str) -> No
         losses = [x.float().square().mean() for x in outputs if x.requires_grad]
         torch.stack(losses).sum().backward()
     except Exception as error:  # whatever a model raises
-        raise ValueError(
-            f"the model could not be run ({type(error).__name__}: {error}): let the callable return"
-            " a tuple of it and the inputs of its forward"
-        ) from error
+        why = f"the model could not be run ({type(error).__name__}: {error})"
+        raise ValueError(f"{why}: return a tuple of it and its forward's inputs") from error

@@ -92,9 +92,8 @@ def _what_is_wrong(found: Diagnosis) -> str:
         is_late = found.cause == "unclear"
         heading = "Too late to tell" if is_late else "Rounding is not the cause here"
         return (
-            f"{heading}: attention is saturated, so that the exact dQ has all but vanished, to"
-            f" {found.error.exact_part:.1g} of what it would be if attention were even, and"
-            " what is left of dQ is rounding."
+            f"{heading}: attention is saturated: the exact dQ is {error.exact_part:.1g} of what it"
+            " would be if attention were even, and the rest of dQ is rounding."
         )
     if found.cause == "not rounding":
         return (

@@ -246,8 +246,7 @@ def keys(step: int, largest: float, layers: list[int], when: str) -> str:
         why += f", which is {when}"
     return (
         f"{why}; of the study's eight kinds of model the three above {AT_RISK} at step"
-        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, not a"
-        " promise"
+        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly"
     )
 
 

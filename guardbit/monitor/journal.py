@@ -162,8 +162,7 @@ class Journal:
         elif is_resumed:
             log.tell(
                 f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
-                f" of it: its telemetry begins at step {first_step}; to go on in the folder of"
-                " before, pass that as dirpath"
+                f" from before step {first_step}; to go on in another folder, pass that as dirpath"
             )
         recorded = self._take_past(first_step)
         resumed = resumptions(self._earlier_metadata) if first_step else []
@@ -213,7 +212,7 @@ class Journal:
     def report_verdict(self, step: int, is_measuring: bool) -> None:
         """Records the verdict on the alarms so far, once known, if it is another than before."""
         cause = cause_of(self.evidence, self.events, self.metadata)
-        first = [event for event in self.findings.events() if event.kind == "alarm"]
+        first = [x for x in self.findings.events() if x.kind == "alarm" and x.judges != "loss"]
         verdict, why = verdict_of(first, cause)
         is_open = is_measuring and verdict == "unclear" and cause.what == "not measured"
         if verdict != self.findings.verdict and not is_open:
@@ -247,8 +246,7 @@ class Journal:
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
-        kind = "error" if event.kind == "monitor_error" else event.kind
-        words = kind, place_of(event), event.verdict, switch
+        words = event.kind.removeprefix("monitor_"), place_of(event), event.verdict, switch
         line = f"step {event.step}: {' '.join(filter(None, words))}: {event.why}"
         if event.kind != "alarm":
             log.warning("%s", printable(f"GuardBit: {line}"))

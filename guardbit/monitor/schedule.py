@@ -92,9 +92,8 @@ class Schedule:
         if self.last_ended is not None and step < self.last_ended:
             self._once(
                 "set back",
-                f"step {step} begins after step {self.last_ended} has ended: later samples of a"
-                " step replace earlier ones, but sums over the run and the rules' baselines keep"
-                f" the replaced steps, unless an earlier state is loaded; {_NUMBERS}",
+                f"step {step} begins after step {self.last_ended} has ended: its samples replace"
+                f" earlier ones, which sums and baselines still hold; {_NUMBERS}",
             )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open

@@ -128,8 +128,7 @@ class Detectors:
         if state["rules"].keys() != self.roles.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "
-                f"but the rules are {sorted(self.roles)}; give the run the rules it had, "
-                "those not wanted with a threshold that nothing reaches"
+                f"but the rules are {sorted(self.roles)}; give the run the rules it had"
             )
         self._memory = copy.deepcopy({name: state[name] for name in self._memory})
         self._of_heads = None

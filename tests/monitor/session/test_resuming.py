@@ -117,10 +117,7 @@ def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
     with caplog.at_level(logging.INFO, "guardbit"):
         Loop(dirpath=folder).resume(state, [2, 3])
     goes_on = f"GuardBit: the run in {folder} goes on from step 2"
-    begins = (
-        f"{folder} holds nothing of it: its telemetry begins at step 2; to go on in the folder of"
-        " before, pass that as dirpath"
-    )
+    begins = f"{folder} holds nothing from before step 2; to go on in another folder, pass that"
     assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)
 
 
