@@ -147,8 +147,7 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID, is_own: bool) -> N
     found = {run.name: run.samples.query(since).set_index("step")["value"] for run in runs}
     errors = pd.DataFrame(found).dropna()
     corrected, alone = errors.median()
-    # `make demo` runs it from an environment that the user's shell does not know.
-    command = shutil.which("guardbit") and "guardbit"
+    command = shutil.which("guardbit") and "guardbit"  # on no PATH after `make demo`
     command = command or Path(sysconfig.get_path("scripts"), "guardbit")
     typer.echo(
         f"\nRounding's error in the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, relative to dQ:"

@@ -242,10 +242,9 @@ def keys(step: int, largest: float, layers: list[int], when: str) -> str:
     why = f"the largest key_common_mode at step {step:,} is {largest:.3f} ({of_layers})"
     if when == "early":
         return f"{why}, and says more from step {RISK_STEP:,} on"
-    if when:
-        why += f", which is {when}"
+    late = f", which is {when}" * bool(when)
     return (
-        f"{why}; of the study's eight kinds of model the three above {AT_RISK} at step"
+        f"{why}{late}; of the study's eight kinds of model the three above {AT_RISK} at step"
         f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly"
     )
 

@@ -289,7 +289,7 @@ class Journal:
                 self._modules.clear()
                 raise
             if not self._is_failing:
-                log.warning("nothing could be recorded so far, and another try follows: %s", error)
+                log.warning("records could not be written; another try follows: %s", error)
             self._is_failing = True
 
     def _write(self) -> None:

@@ -48,6 +48,23 @@ def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains,
     assert [row["name"] for row in runs.rows()["runs"]] == ["sunny-7 (run)"]
 
 
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        # MLflow's client has all runs; Lightning calls a run's id `version`.
+        SimpleNamespace(get_run=lambda id: SimpleNamespace(info=SimpleNamespace(run_name=id[2:]))),
+        SimpleNamespace(get_name=lambda: "sunny-7", get_key=lambda: "1f3b"),  # Comet
+    ],
+)
+def test_a_tracker_whose_folders_are_named_by_ids_names_the_run(trains, tmp_path, experiment):
+    class Other(Recorder):
+        version = "1_sunny-7"
+
+    Other.experiment = experiment
+    trains.fit(AttentionMonitor(2, strict=True, dirpath=tmp_path), max_steps=3, logger=Other())
+    assert load(tmp_path).name == "sunny-7"
+
+
 def sampled(step, values, layer=0):
     return Sample(step, f"h.{layer}", layer, "max_logit", tuple(values))
 

@@ -107,12 +107,12 @@ def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_p
         " 7.94, that of the typical head by 1.12; measured in FP32, delta's errors in"
         " head 9 add up to +1.3 % of their sizes",
         "GuardBit: step 1,600: alarm net.h.1.attn: head 9 outgrows the others: W_Q spectral norm"
-        " by a factor of 2.54 since step 1200; AutoStabilizer or a policy corrects it",
+        " by a factor of 2.54 since step 1200; add AutoStabilizer, or a policy",
     ),
     (
         f"head 9 {'i' * 160}",
-        f"GuardBit: step 1,600: alarm net.h.1.attn: head 9 {'i' * 68}...; AutoStabilizer"
-        " or a policy corrects it",
+        f"GuardBit: step 1,600: alarm net.h.1.attn: head 9 {'i' * 75}...; add AutoStabilizer,"
+        " or a policy",
     ),
 ])  # fmt: skip
 def test_an_alarms_line_is_short_and_says_what_to_do(why, line, caplog):
@@ -135,7 +135,7 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     assert "GuardBit: step 4: verdict rounding: for a test" in caplog.messages
     assert "step 4: alarm layers.1 head 1: for a test" in caplog.messages
     alarm = "GuardBit: step 4: alarm layers.1 head 1: for a test"
-    assert f"{alarm}; AutoStabilizer or a policy corrects it" in caplog.messages
+    assert f"{alarm}; add AutoStabilizer, or a policy" in caplog.messages
     assert "GuardBit: step 3: switch layers.1 head 1 to row_max: for a test" in caplog.messages
 
 
