@@ -13,20 +13,26 @@ from tests.callbacks.monitoring.reading import Recorder
 
 
 class Tracker(Recorder):
-    """A logger that takes texts as W&B's does, of a run that has a name."""
+    """A logger that takes texts as W&B's does, of a run that has an id and a name."""
 
-    experiment = SimpleNamespace(name="sunny-7")
-
-    def __init__(self):
+    def __init__(self, experiment):
         super().__init__()
-        self.texts = []
+        self.texts, self.experiment = [], experiment
 
     def log_text(self, key, columns, data, step):
         self.texts += [(key, step, *row) for row in data]
 
 
-def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains, tmp_path):
-    tracker = Tracker()
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        SimpleNamespace(name="sunny-7"),  # W&B
+        SimpleNamespace(get_name=lambda: "sunny-7"),  # Comet; MLflow's client has runs by id
+        SimpleNamespace(get_run={0: SimpleNamespace(info=SimpleNamespace(run_name="sunny-7"))}.get),
+    ],
+)
+def test_switches_go_to_trackers_once_and_runs_have_their_names(trains, tmp_path, experiment):
+    tracker = Tracker(experiment)
     monitor = AttentionMonitor(2, strict=True, dirpath=tmp_path / "run")
     steps = {1: "row_max", 4: "none", 7: "row_max"}
 
@@ -46,23 +52,6 @@ def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains,
     runs = live.LiveRuns(tmp_path)
     runs.look()
     assert [row["name"] for row in runs.rows()["runs"]] == ["sunny-7 (run)"]
-
-
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        # MLflow's client has all runs; Lightning calls a run's id `version`.
-        SimpleNamespace(get_run=lambda id: SimpleNamespace(info=SimpleNamespace(run_name=id[2:]))),
-        SimpleNamespace(get_name=lambda: "sunny-7", get_key=lambda: "1f3b"),  # Comet
-    ],
-)
-def test_a_tracker_whose_folders_are_named_by_ids_names_the_run(trains, tmp_path, experiment):
-    class Other(Recorder):
-        version = "1_sunny-7"
-
-    Other.experiment = experiment
-    trains.fit(AttentionMonitor(2, strict=True, dirpath=tmp_path), max_steps=3, logger=Other())
-    assert load(tmp_path).name == "sunny-7"
 
 
 def sampled(step, values, layer=0):

@@ -196,10 +196,7 @@ def test_an_alarm_tells_what_shadow_and_audit_say_of_its_heads():
     assert "FP32" not in plain
     assert "dQ" not in plain
     shadow = why(delta_bias=[0.5, -3.0], delta_bias_abs=[2.0, 4.0])
-    assert (
-        shadow
-        == plain + "; measured in FP32, delta's errors in head 2 add up to -75 % of their sizes"
-    )
+    assert shadow == plain + "; against FP32, delta's errors in head 2 sum to -75 % of their sizes"
     audit = why(dq_relative_error=[0.25, NAN], dq_coherent_error=[-0.02, NAN])
     assert audit.endswith(
         "; dQ of head 1 is off by 0.25 times its norm, and by -2 % along W_Q's top direction"

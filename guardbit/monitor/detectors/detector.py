@@ -217,7 +217,7 @@ def _measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> s
     clauses = []
     if (head := _largest(ratio, heads)) is not None:
         part = f"{100 * ratio[head]:+.3g} % of their sizes"
-        clauses.append(f"measured in FP32, delta's errors in head {head} add up to {part}")
+        clauses.append(f"against FP32, delta's errors in head {head} sum to {part}")
     if (head := _largest(relative, heads)) is not None:
         clauses.append(
             f"dQ of head {head} is off by {relative[head]:.2g} times its norm, and by"

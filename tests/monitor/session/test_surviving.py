@@ -104,8 +104,8 @@ def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_p
 @pytest.mark.parametrize("why, line", [
     (
         "head 9 outgrows the others: W_Q spectral norm by a factor of 2.54 since step 1200, to"
-        " 7.94, that of the typical head by 1.12; measured in FP32, delta's errors in"
-        " head 9 add up to +1.3 % of their sizes",
+        " 7.94, that of the typical head by 1.12; against FP32, delta's errors in"
+        " head 9 sum to +1.3 % of their sizes",
         "GuardBit: step 1,600: alarm net.h.1.attn: head 9 outgrows the others: W_Q spectral norm"
         " by a factor of 2.54 since step 1200; add AutoStabilizer, or a policy",
     ),

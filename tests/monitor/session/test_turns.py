@@ -201,8 +201,8 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
     assert why.startswith("no watched module called attention in this sampled step")
     assert "(1) another model object trains now" in why
     # Of the samples at 0, 2, 4, 6 and 8 those before have calls.
-    having = f"{first // 2} samples"
-    assert run.outcome.headline == f"Unclear: too short to judge ({having} of 8 needed); {said}"
+    having = f"{first // 2} of 8 samples"
+    assert run.outcome.headline == f"Unclear: too short to judge ({having}); {said}"
     assert run.outcome.as_json()["without_attention"][1] == first
 
 
