@@ -43,8 +43,8 @@ PARTS = (
 
 _OTHER_WEIGHTS = (
     "ranks hold modules of the same names with different weights, as pipeline stages numbered from"
-    " 0 each do, or Megatron's tensor parallelism: the heads of ranks other than 0 are NOT guarded"
-    " one by one; stages need names of their own, tensor parallelism DTensors"
+    " 0 each do, or Megatron's tensor parallelism: only rank 0's weights are recorded, and heads of"
+    " the other ranks are NOT guarded; stages need names of their own, tensor parallelism DTensors"
 )
 _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"
