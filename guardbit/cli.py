@@ -1,9 +1,7 @@
 """The command line: `guardbit check | demo | doctor | diagnose | report | live | replay`.
 
-`guardbit.load` is here, too: it judges a run as the commands do.
-
-A command imports inside its function, so that help is quick and only commands that compute import
-torch.
+`guardbit.load` is here, too: it judges a run as the commands do. A command imports inside its
+function, so that help is quick and only commands that compute import torch.
 """
 
 from __future__ import annotations
@@ -63,9 +61,8 @@ WHICH_IS_WHICH = (
 
 WHAT_THE_DEMO_DOES = """
 A small GPT learns the Python standard library, in BF16 on the CPU, twice: about half a minute. At
-step 60 the demo makes one head fail. It sets the head's W_Q and W_K so that all queries see the
-same few positions with large, tied logits; a real run takes thousands of steps to get there. One
-run corrects the head when GuardBit finds it, the other leaves it alone.
+step 60 the demo makes one head fail: all its queries see the same few positions with large, tied
+logits, as in a real run after thousands of steps. One run corrects it, the other leaves it alone.
 """
 
 app = typer.Typer(
@@ -244,7 +241,7 @@ def replay(
         ),
     ] = None,
 ) -> None:
-    """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    """Judge a recorded run again, by today's rules or with other thresholds."""
     from guardbit.dashboards.loading import read
     from guardbit.dashboards.tables import events_of
     from guardbit.monitor.replay import normalised_sites
@@ -299,8 +296,8 @@ def replay(
 def _lines(judgement: Judgement, result: Replay) -> Iterator[str]:
     """The headline, the verdict on alarms, what to do, and which rules could not judge."""
     yield judgement.headline
-    if judgement.numbers["alarms"]:  # else the headline says it all
-        yield f"Verdict by today's rules: {judgement.verdict}: {judgement.why}"
+    if judgement.numbers["alarmed"]:  # else the headline says it all
+        yield f"By today's rules the verdict is {judgement.verdict}: {judgement.why}"
     yield judgement.advice
     yield judgement.risk.sentence
     for rule, names in result.unjudged.items():
@@ -355,7 +352,7 @@ def check(
         ),
     ],
 ) -> None:
-    """Say whether a model needs GuardBit, as far as a run of it shows, or else one batch."""
+    """Say whether a model needs GuardBit, as far as a run of it, or one batch, can show."""
     from guardbit.dashboards.document import need_of
     from guardbit.dashboards.tables import RunSoFar
     from guardbit.store import folder_of_run, is_run
@@ -371,8 +368,10 @@ def check(
             sys.path.insert(0, os.getcwd())  # as `python -m` does
             run = RunSoFar(1)
             run.metadata = _tried(getattr(importlib.import_module(module), name)())
-        else:
+        elif Path(what).exists():
             run = load(what).recorded
+        else:
+            raise ValueError(f"{what} is no run, no checkpoint's folder and no MODULE:CALLABLE")
     width = shutil.get_terminal_size().columns
     for aspect, said in need_of(run).items():
         line = printable(f"{aspect:<11}{said}")
@@ -380,11 +379,12 @@ def check(
 
 
 def _tried(made: Any) -> dict[str, Any]:
-    """Metadata of a model's attention, by one step in BF16 on inputs that repeat a token."""
+    """Metadata of a model's attention, by one step in BF16."""
     import torch
 
-    from guardbit import instrument, private
+    from guardbit import instrument
     from guardbit.doctor.attention import positions_in
+    from guardbit.doctor.inputs import run_on_one_token
     from guardbit.kernels.runtime import AttentionCall
     from guardbit.monitor.measure.measurement import precision_of
     from guardbit.monitor.sites import metadata_of
@@ -399,29 +399,10 @@ def _tried(made: Any) -> dict[str, Any]:
         site.state.precisions.add(precision_of(call.q))
         positions[site.name] = positions_in(call.q, call.k)
 
-    def repeated(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        one = x[..., :1, :1] if x.dim() > 3 else x[:, :1] if x.dim() > 1 else x  # pixel, or token
-        return one.expand_as(x).to(device)
-
     inst.observe(observe)
     try:
-        if not inputs:
-            sizes = [x.num_embeddings for x in model.modules() if isinstance(x, torch.nn.Embedding)]
-            token = min([5, *(size - 1 for size in sizes)])
-            inputs = [torch.full((1, 32), token, dtype=torch.int64, device=device)]
-        with torch.autocast(device, torch.bfloat16):
-            out = model(*private.tree_map(repeated, inputs))
-        outputs = [x for x in private.tree_leaves(out) if isinstance(x, torch.Tensor)]
-        losses = [x.float().square().mean() for x in outputs if x.requires_grad]
-        torch.stack(losses).sum().backward()
+        run_on_one_token(model, inputs, device)
         return {"sites": metadata_of(inst.sites, lambda _: None), "positions": positions}
-    except Exception as error:  # whatever a model raises
-        raise ValueError(
-            f"the model could not be run ({type(error).__name__}: {error}): let the callable return"
-            " a tuple of it and the inputs of its forward"
-        ) from error
     finally:
         inst.remove()
 
@@ -430,13 +411,13 @@ def _tried(made: Any) -> dict[str, Any]:
 def live(
     path: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="Folder of a run to come, of one, or of several."),
+        typer.Argument(metavar="FOLDER", help="Folder of a run, begun or not, or of several."),
     ],
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
     ] = 0,
 ) -> None:
-    """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
+    """Show a run, or all below a folder, in the browser while they go on; Ctrl-C ends the page."""
     with user_errors(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"{path} is a file; live needs the folder of a run: try report")
@@ -484,7 +465,7 @@ def demo(
         task = progress.add_task("Loading PyTorch", total=None)  # takes seconds
         from guardbit.demo import run_demo
 
-        run_demo(target, progress, task)
+        run_demo(target, progress, task, is_own=run_dir is None)
 
 
 def _show_recorded(run_dir: Path) -> None:
@@ -525,7 +506,7 @@ def doctor(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     seconds: Annotated[
-        float, typer.Option(min=1, help="After how long nothing more is begun.")
+        float, typer.Option(min=1, help="Begin no other case after this time.")
     ] = 60,
     as_json: AsJson = False,
 ) -> None:

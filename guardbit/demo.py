@@ -1,10 +1,10 @@
 """`guardbit demo`: a head of a small GPT diverges; one run corrects it, another leaves it alone.
 
-Only that head is made by hand (`guardbit.cli.WHAT_THE_DEMO_DOES`). Everything else is ordinary: the
-model trains on text in BF16, the monitor measures, the detectors judge, the policy switches.
+Only that head is made by hand (`guardbit.cli.WHAT_THE_DEMO_DOES`). Everything else is ordinary.
 """
 
 import logging
+import shutil
 import sysconfig
 import warnings
 from dataclasses import replace
@@ -108,8 +108,8 @@ def diverge(trainer: pl.Trainer, model: pl.LightningModule, batch: Tensor, _: in
         key[rows] += BAD_NORM * torch.outer(feature, apart)
 
 
-def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
-    """Trains the small GPT twice, with and without the stabilizer, and prints what happened."""
+def run_demo(run_dir: Path, progress: Progress, task: TaskID, is_own: bool) -> None:
+    """Trains the small GPT twice and prints what happened; its own folder begins empty."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
         warnings.filterwarnings("ignore", message)
@@ -118,6 +118,8 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
     runs: list[LoadedRun] = []
     for name in ("corrected", "left-alone"):
         progress.update(task, description=f"Training, {name}")
+        if is_own:
+            shutil.rmtree(run_dir / name, ignore_errors=True)
         pl.seed_everything(0, verbose=False)
         trainer = pl.Trainer(
             max_epochs=1,
@@ -145,10 +147,12 @@ def run_demo(run_dir: Path, progress: Progress, task: TaskID) -> None:
     found = {run.name: run.samples.query(since).set_index("step")["value"] for run in runs}
     errors = pd.DataFrame(found).dropna()
     corrected, alone = errors.median()
+    command = shutil.which("guardbit") and "guardbit"  # on no PATH after `make demo`
+    command = command or Path(sysconfig.get_path("scripts"), "guardbit")
     typer.echo(
         f"\nRounding's error in the gradient dQ of {BAD_SITE}, head {BAD_HEAD}, relative to dQ:"
         f"\n\n{errors.map('{:.1%}'.format).to_string()}\n\nThe median is {corrected:.1%} in the"
         f" corrected run and {alone:.1%} in the run left alone.\n\n"
         f"The report of the corrected run: {typer.style(report, bold=True)}\n"
-        f"Both runs in the browser: {typer.style(f'guardbit live {run_dir}', bold=True)}"
+        f"Both runs in the browser: {typer.style(f'{command} live {run_dir}', bold=True)}"
     )

@@ -116,7 +116,7 @@ def test_replay_of_recorded_runs(name, verdict, outcome, earliest, latest):
     assert reported["headline"] == replay["headline"]
     words = invoke("replay", RUNS / f"{name}.csv.gz").stdout
     assert reported["headline"] in words
-    assert ("Verdict" in words) == bool(replay["alarms"]), "no warning is called stable"
+    assert ("the verdict is" in words) == bool(replay["alarms"]), "no warning is called stable"
     assert reported["not_watched"] == replay["not_watched"] == []
     assert (reported["first_alarm"], reported["ended"]) == (replay["first_alarm"], None)
     if earliest is None:
@@ -444,10 +444,12 @@ def test_check_of_a_run_says_what_its_keys_show(tmp_path, step, mode, precision,
     assert found["Needed"].startswith(needed)
     assert f"2 modules: F.some_attention (FLASH, {precision})" in found["Attention"]
     assert ("is not rounded" in found["Attention"]) == (precision == "float32")
-    if precision == "bfloat16":
-        assert f"at step {step:,}" in found["Keys"] and f"{mode:.3f} (layer" in found["Keys"]
+    if precision == "float32":
+        assert [*found] == ["Needed", "Attention"], "nothing else counts"
+        return
+    assert f"at step {step:,}" in found["Keys"] and f"{mode:.3f} (layer" in found["Keys"]
     assert found["Audits"].startswith("2 audits: at most 12 % of dQ along W_Q is wrong; from 10 %")
-    assert ("can be judged from step 2,000" in found["Keys"]) == (step < 2000)
+    assert ("says more from step 2,000" in found["Keys"]) == (step < 2000)
     if step < 2000:
         said("an early run", "\n".join(found.values()))
 
@@ -473,7 +475,7 @@ def without_places(attend: Callable[..., Tensor] | None = None) -> nn.Module:
     [
         (gpt2, "Perhaps: the study's three", "2 modules: learned or fixed"),
         (without_places, "Perhaps: the study's three", "2 modules: q and k do not change"),
-        (lambda: gpt2(attn_implementation="eager"), "No: attention is written out", "2 modules"),
+        (lambda: gpt2(attn_implementation="eager"), "No: attention is written out", ""),
         (lambda: without_places(by_hand), "No, if its attention is written out", "unknown"),
         (
             lambda: (nn.Sequential(nn.Flatten(0, 1), Attention()), torch.randn(1, 2, 9, 32)),
@@ -487,9 +489,9 @@ def test_check_of_a_model_finds_its_positions(monkeypatch, made, needed, positio
     torch.manual_seed(0)
     found = checked("mine:made")
     assert found["Needed"].startswith(needed)
-    assert found["Positions"].startswith(positions)
-    assert (found["Keys"], found["Audits"][:8]) == ("not measured yet", "none yet")
+    assert found.get("Positions", "").startswith(positions)
     if "study" in needed:
+        assert (found["Keys"], found["Audits"][:8]) == ("not measured yet", "none yet")
         assert re.search(r"F.scaled_dot_product_attention \(.*bfloat16\)", found["Attention"])
 
 
@@ -515,7 +517,7 @@ def test_a_model_that_cannot_be_checked_is_refused(monkeypatch, made, why):
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(made=made))
     check_refused(invoke("check", "mine:made"), why)
     check_refused(invoke("check", "no_module:made"), "No module named 'no_module'")
-    check_refused(invoke("check", "nowhere"), "there is no run at nowhere")
+    check_refused(invoke("check", "nowhere"), "nowhere is no run, no checkpoint")
 
 
 def test_version_is_the_packages():

@@ -9,7 +9,7 @@ import guardbit
 from guardbit import demo
 from guardbit.cli import RUNS, WHICH_IS_WHICH, app
 from guardbit.monitor.replay import replay
-from guardbit.store import read_events, read_run
+from guardbit.store import RunWriter, read_events, read_run
 
 RECORDED = Path(guardbit.__file__).parent / "recorded"
 
@@ -49,8 +49,12 @@ def masked(text):
 
 def test_only_the_corrected_run_loses_the_error_of_its_head(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(demo, "NUM_STEPS", 110)
-    result = CliRunner().invoke(app, ["demo", "--run-dir", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    tmp_path /= "runs/demo"
+    RunWriter(tmp_path / "corrected").close("finished")  # an earlier demo's
+    result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 0, result.output
+    assert not any("already holds" in line for line in caplog.messages)
     corrected, alone = (read_events(tmp_path / name) for name in ("corrected", "left-alone"))
     for events in (corrected, alone):
         first = events[events.kind == "alarm"].iloc[0]
@@ -66,8 +70,8 @@ def test_only_the_corrected_run_loses_the_error_of_its_head(tmp_path, monkeypatc
     least, most = map(float, re.findall(r"([\d.]+)% in the", " ".join(result.output.split())))
     assert least < 30 and most > 60
     assert result.output.startswith("\nA small GPT") and "half a minute" in result.output
-    assert (tmp_path / "report.html").is_file() and f"{tmp_path}/report.html" in result.output
-    assert f"guardbit live {tmp_path}" in result.output
+    assert (tmp_path / "report.html").is_file() and "runs/demo/report.html" in result.output
+    assert "guardbit live runs/demo" in result.output
     frames = [read_run(tmp_path / name) for name in ("corrected", "left-alone")]
     losses = [frame[frame.indicator == "loss"].set_index("step").value for frame in frames]
     assert (losses[0] == losses[1]).loc[:70].all() and (losses[0] != losses[1]).loc[71:].any()

@@ -137,7 +137,7 @@ NOT_FINITE = "Lost: the loss is not finite (NaN or infinity) from step 8,000"
 MOVED = "rounding's share of W_Q's changes is 1.50 (0.60 to 2.40)"
 FELL = "logits of layer 1, head 2 fell from 40 to"
 SAVED = f"Corrected: 1 of 12 heads alarmed at step 6,750, and switched: {MOVED}, {FELL}"
-NOT_KNOWN = "not known whether by the switch"
+NOT_KNOWN = "whether the switch did that is not known"
 IN_VAIN = f"Switched: 1 of 12 heads alarmed at step 6,750; {FELL} 20; {NOT_KNOWN}:"
 TOO_FEW = IN_VAIN.replace("6,750", "600") + " 8 samples before the switch and 6"
 LEVEL = "no alarm up to step 10,000; the largest logit is"
@@ -405,8 +405,8 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
 @pytest.mark.parametrize(
     ("head_steps", "said"),
     [
-        ([0], "Unclear: too short to judge: 1 sample, 8 needed"),
-        ([*range(7)], "Unclear: too short to judge: 7 samples, 8 needed"),
+        ([0], "Unclear: too short to judge (1 of 8 samples)"),
+        ([*range(7)], "Unclear: too short to judge (7 of 8 samples)"),
         ([*range(0, 400, 50)], "Unclear: from step 351 on, because no attention was measured"),
         # Most steps lie between two samples.
         (
@@ -503,7 +503,7 @@ def test_a_run_whose_samples_have_next_to_no_attention_in_them_is_not_healthy(sa
     assert having(8).state == "healthy"
     said("3 of 10 samples lack attention", f"{having(7).headline}\n{having(7).advice}")
     assert "in 3 of the sampled steps" in having(7).headline
-    assert having(4, weights=5).advice.startswith("Go on training: ")
+    assert having(4, weights=5).advice.startswith("Train longer, or ")
     # Weights go on to be measured after the last call.
     of = [one for one in samples(norm=lambda step: 1.0) if one.site == "" or one.step < 4000
           or one.indicator != "max_logit"]  # fmt: skip
@@ -703,11 +703,11 @@ def test_the_risk_is_that_of_the_kind_of_model_and_nothing_else_is_claimed(
     found = judged(of=measured, metadata=metadata)
     what, largest, step, layers = expected
     assert (found.risk.what, *found.risk[2:]) == expected
-    assert found.risk.sentence.startswith(f"By its keys the model is {what}: ")
+    assert found.risk.sentence.startswith(f"The model is {what}: ")
     if largest is not None:
         named = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
         assert f"is {largest:.3f} ({named})" in found.risk.sentence
-        assert ("early" in found.risk.why, "late" in found.risk.why) == (step < 2000, step > 3000)
+        assert ("more" in found.risk.why, "late" in found.risk.why) == (step < 2000, step > 3000)
 
 
 @pytest.mark.parametrize(

@@ -382,8 +382,8 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         with refusing():
             if len(monitors) != 1 or len(stabilizers) != 1:
                 raise ValueError(
-                    f"one AutoStabilizer acts on one AttentionMonitor, and the Trainer has"
-                    f" {len(stabilizers)} and {len(monitors)} of them; pass"
+                    "the Trainer must have one AutoStabilizer and one AttentionMonitor, and has"
+                    f" {len(stabilizers)} and {len(monitors)}: pass"
                     " callbacks=[AttentionMonitor(), AutoStabilizer()]"
                 )
         monitors[0].policy = self.policy
@@ -441,10 +441,17 @@ def _entries(gradient: Tensor) -> Tensor:
 
 
 def _name_in_tracker(trainer: pl.Trainer) -> str:
-    """What W&B and its like call a run whose folder is named by an id; "" if they do not."""
-    experiments = (getattr(logger, "experiment", None) for logger in trainer.loggers)
-    named = (getattr(experiment, "name", None) for experiment in experiments)
-    return next((name for name in named if isinstance(name, str)), "")
+    """What a tracker calls a run whose folder is named by an id; "" if none says it."""
+    for logger in trainer.loggers:
+        run: Any = getattr(logger, "experiment", None)
+        name = getattr(run, "name", None)  # W&B
+        if hasattr(run, "get_run"):  # MLflow's client, of all runs
+            name = run.get_run(logger.version).info.run_name
+        elif hasattr(run, "get_name"):  # Comet
+            name = run.get_name()
+        if name and isinstance(name, str):
+            return name
+    return ""
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:

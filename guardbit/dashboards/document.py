@@ -121,7 +121,7 @@ def tiles(run: RunSoFar) -> list[Tile]:
     first_alarm, said = "none", ""
     if alarms := run.alarms:
         first_alarm = f"step {alarms[0].step:,}"
-        said = f"{where(alarms[0])}; {plural(len(alarms), 'alarm')} in all"
+        said = where(alarms[0]) + f"; {len(alarms):,} alarms in all" * (len(alarms) > 1)
     departed = numbers["missing_loss"] or "the loss has not diverged"
     if numbers["departed"] is not None:
         departed = f"the loss diverged at step {numbers['departed']:,}"
@@ -242,7 +242,7 @@ def _why_heads_diverge(diagnosed: Diagnosed) -> Document | None:
         return None
     if not diagnosed.heads:
         steps = plural(diagnosed.snapshots, "step")
-        said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
+        said = f"Inputs of heads were kept at {steps}; guardbit diagnose RUN says why they diverge."
         return {"said": said, "heads": []}
     heads = [
         (f"{one['site']} head {one['head']}, {range_of(one['steps'])}", " ".join(one["answer"]))
@@ -259,9 +259,8 @@ _OF_ROTATED = (
 )
 _EVIDENCE = (
     "Only GPT-2 small was seen to fail: five of thirteen seeds at a rate of 1.5e-3. Of eight kinds"
-    " of its size three were at risk; with Muon, tried later, GPT-2 was not, although its positions"
-    " are learned. In a tuned recipe correcting earned nothing measurable. Larger models were not"
-    " studied."
+    " of its size three were at risk; GPT-2 with Muon, tried later, was not. In a tuned recipe"
+    " correcting earned nothing measurable. Larger models were not studied."
 )
 _COST = (
     "Watching adds 0.5 % to a compiled step of GPT-2 small on one H200, correcting all heads 4.4 %."
@@ -279,9 +278,11 @@ def need_of(run: RunSoFar) -> dict[str, str]:
     positions = Counter(_mapping(run.metadata, "positions").values())
     said = [f"{plural(number, 'module')}: {_PLACES[kind]}" for kind, number in positions.items()]
     keys = run.judgement.risk.why
+    found = {"Needed": _answer(run, positions), "Attention": _attention_of(run.metadata)}
+    if nothing_to_correct(run.metadata):
+        return found
     return {
-        "Needed": _answer(run, positions),
-        "Attention": _attention_of(run.metadata),
+        **found,
         "Positions": "; ".join(said) or "unknown: guardbit check MODEL finds them",
         "Keys": keys if run.evidence.common_modes[1] else "not measured yet",
         "Audits": _audits_of(run),
@@ -325,7 +326,8 @@ def _attention_of(metadata: Mapping[str, Any]) -> str:
         called[f"not watched: {site['unwatched']}" if site.get("unwatched") else entry] += 1
     if not called:
         return "no call that GuardBit sees"
-    of_rounded = "comes from a rounded O, unless it trains in FP32"
+    is_known = any("precision" in _mapping(sites, name) for name in sites)
+    of_rounded = "comes from a rounded O" + ", unless it trains in FP32" * (not is_known)
     delta = "is not rounded" if nothing_to_correct(metadata) else of_rounded
     said = [f"{plural(number, 'module')}: {what}" for what, number in called.items()]
     return f"{'; '.join(said)}; delta {delta}"

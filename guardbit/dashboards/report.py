@@ -115,8 +115,9 @@ def compared(runs: Sequence[LoadedRun]) -> Report:
         "outcome": worst,
         "lede": [] if fork is None else [f"They are copies of one run up to step {fork:,}."],
         "tiles": [
-            Tile(name, _short_state(outcome.state).capitalize(), outcome.headline, outcome.state)
+            Tile(name, state.capitalize(), outcome.headline.partition(": ")[2], outcome.state)
             for name, outcome in outcomes.items()
+            if (state := _short_state(outcome.state))
         ],
         "runs": [document.heads_of(run.name, run.recorded) for run in runs],
         "settings": _settings(runs),

@@ -5,15 +5,16 @@ numbers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from guardbit import private
 from guardbit.kernels.engines import Inputs
 from guardbit.kernels.spec import AttentionSpec, Documents
 
@@ -233,3 +234,27 @@ def make(
     draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
     q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
     return ExaminedCall(q, k, v, d_out, spec)
+
+
+def run_on_one_token(model: nn.Module, inputs: Sequence[Any], device: str) -> None:
+    """Runs a step of a model in BF16 on inputs, or token ids, that repeat one token or pixel."""
+
+    def repeated(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        one = x[..., :1, :1] if x.dim() > 3 else x[:, :1] if x.dim() > 1 else x  # pixel, or token
+        return one.expand_as(x).to(device)
+
+    try:
+        if not inputs:
+            sizes = [x.num_embeddings for x in model.modules() if isinstance(x, nn.Embedding)]
+            token = min([5, *(size - 1 for size in sizes)])
+            inputs = [torch.full((1, 32), token, dtype=torch.int64, device=device)]
+        with torch.autocast(device, torch.bfloat16):
+            out = model(*private.tree_map(repeated, list(inputs)))
+        outputs = [x for x in private.tree_leaves(out) if isinstance(x, Tensor)]
+        losses = [x.float().square().mean() for x in outputs if x.requires_grad]
+        torch.stack(losses).sum().backward()
+    except Exception as error:  # whatever a model raises
+        why = f"the model could not be run ({type(error).__name__}: {error})"
+        raise ValueError(f"{why}: return a tuple of it and its forward's inputs") from error

@@ -71,9 +71,8 @@ def recognize(head: HeadInputs) -> tuple[Arithmetic, tuple[Fault, ...]]:
             sequence, row = torch.nonzero(wrong)[0].tolist()
             why = (
                 f"{int(wrong.sum())} of {wrong.numel()} rows of dQ are wrong, the first row"
-                f" {int(head.rows[row])} of sequence {sequence}, and all others are as roundings"
-                " make them: the cause is no rounding, but a race of threads, or a tile that was"
-                " not written"
+                f" {int(head.rows[row])} of sequence {sequence}, all others as roundings make them:"
+                " the cause is a race of threads, or a tile that was not written"
             )
             faults.append(Fault("dQ", "rows", why))
     return arithmetic, tuple(faults)

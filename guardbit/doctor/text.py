@@ -92,9 +92,8 @@ def _what_is_wrong(found: Diagnosis) -> str:
         is_late = found.cause == "unclear"
         heading = "Too late to tell" if is_late else "Rounding is not the cause here"
         return (
-            f"{heading}: attention is saturated, so that the exact dQ has all but vanished, to"
-            f" {found.error.exact_part:.1g} of what it would be if attention were even, and"
-            " what is left of dQ is rounding."
+            f"{heading}: attention is saturated: the exact dQ is {error.exact_part:.1g} of what it"
+            " would be if attention were even, and the rest of dQ is rounding."
         )
     if found.cause == "not rounding":
         return (
@@ -102,13 +101,14 @@ def _what_is_wrong(found: Diagnosis) -> str:
             f" rounding is that of {found.operation}."
         )
     name = found.operation
-    cured = "with an exact delta" if name == "delta" else f"with {name} in full precision"
+    cure = "an exact delta" if name == "delta" else f"{name} in full precision"
+    root = ""
     if found.operation == "delta" and found.root in THROUGH_DELTA:
-        cured += f", which is wrong because {found.root} is rounded"
+        root = f" Delta is wrong because {found.root} is rounded."
     heading = "Rounding" if found.cause == "rounding" else "Maybe rounding"
     return (
-        f"{heading} of {name}: dQ is wrong by {_percent(error.relative_error)} of itself, and"
-        f" {_percent(found.moved_back)} of what adds up of that is gone {cured}."
+        f"{heading} of {name}: dQ is wrong by {_percent(error.relative_error)};"
+        f" {cure} takes away {_percent(found.moved_back)} of the error that adds up.{root}"
     )
 
 
@@ -116,8 +116,8 @@ def _adding_up(found: Diagnosis) -> str:
     error = found.error
     way = "grow" if error.push > 0 else "shrink"
     push = (
-        f"{abs(error.push_share):.2g} of what the exact gradients of single rows do,"
-        f" {abs(error.significance):.1f} standard deviations of chance"
+        f"{abs(error.push_share):.2g} times what the exact gradients of single rows add"
+        f" ({abs(error.significance):.1f} standard deviations of chance)"
     )
     if found.is_saturated:
         return (
@@ -139,8 +139,8 @@ def _whence(found: Diagnosis) -> str:
     roots = found.roots
     _, left = min((each.summed, name) for name, each in found.remedies.items() if name != "none")
     where = (
-        f"Keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
-        " rows tied maxima"
+        f"The keys have {_percent(roots.common)} of their size in common, and"
+        f" {_percent(roots.tied)} of the rows have tied maxima"
     )
     if found.cause in ("fault", "not rounding") or found.is_saturated:
         return where + "; no stabilizer is needed."

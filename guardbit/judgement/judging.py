@@ -107,7 +107,7 @@ class Judgement:
 
     @property
     def verdict_and_advice(self) -> str:
-        verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarms"] else ""
+        verdict = f"Verdict {self.verdict}: {self.why}. " if self.numbers["alarmed"] else ""
         return f"{verdict}{self.advice}"
 
     @property
@@ -221,7 +221,7 @@ def _without_alarm(of: Facts) -> tuple[State, str]:
     if since := say.unjudged(of):
         return "unclear", since
     if is_short:
-        return "unclear", say.TOO_SHORT.format(say.plural(of.head_samples, "sample"))
+        return "unclear", say.TOO_SHORT.format(of.head_samples)
     # Weights without calls can show growth, but not health.
     return "healthy" if of.has_calls else "unclear", say.NO_ALARM.format(of.last_head_step or 0)
 

@@ -27,17 +27,16 @@ ENDS: dict[Ended | None, str] = {
     "interrupted": "the run was interrupted",
     "not closed": "the run was not closed: it was killed, or it still runs",
 }
-_RESUME = "resume from the last checkpoint, with the folder that holds the samples as dirpath"
+_RESUME = "resume from the last checkpoint, with this folder as dirpath"
 _GOING_ON: dict[Ended | None, str] = {
     **dict.fromkeys(("crashed", "interrupted"), f"To go on, {_RESUME}."),
     "not closed": f"If it was killed, {_RESUME}: nothing after step {{:,}} was recorded.",
 }
 _ADVICE: dict[State, str] = {
     "healthy": "No action needed.",
-    "unclear": f"Go on training: rules need {LOSS_SAMPLES} samples of the indicators they read.",
+    "unclear": f"Train longer, or sample more often: rules need {LOSS_SAMPLES} samples.",
     "warning": "Look at the loss, the largest logits and NaN.",
-    "alarmed": "Switch the alarmed heads to exact_delta, or attach a policy that does; keep a"
-    " checkpoint.",
+    "alarmed": "Switch the alarmed heads, as AutoStabilizer or a Policy does; keep a checkpoint.",
     "switched": "Wait for the next samples: logits and W_Q of the switched heads should fall.",
     "saved": "Go on training.",
     "lost": "Resume from a checkpoint before the first alarm, with the alarmed heads switched.",
@@ -60,7 +59,7 @@ LOCATE = "locate_nonfinite=True can name the first place next time"
 BAD_GRADIENTS = "the gradients are not finite"
 NO_SAMPLES = "no attention was measured"
 TOO_FEW = f"{FALL_BEFORE} samples before the switch and {FALL_AFTER} after it are needed"
-WITHIN_SCATTER = "too few heads fell beyond scatter since then"
+WITHIN_SCATTER = "too few heads fell by more than their scatter"
 CORRECTED = "the alarmed heads were switched before their alarm"
 GROWING = "other logits grow"
 OTHERWISE = "a measurement shows that rounding does not move one of the alarmed heads"
@@ -71,17 +70,17 @@ NOT_HEADS = "an alarm at step {:,} names no measured head"
 TOGETHER = "all layers diverged together, at step {:,}"
 THEN_LOST = "{}; the loss diverged at step {:,}"
 NOT_SWITCHED = "{} switched; {}"
-NOT_BY_SWITCH = "{}; not known whether by the switch: {}"
+NOT_BY_SWITCH = "{}; whether the switch did that is not known: {}"
 SAVED = "{}, and switched: {}, {}, loss unharmed"
 WARNING = "no alarm, but {}"
 FROM_STEP = "from step {:,} on, because {}"
 NOTHING = "nothing is known {}"
-TOO_SHORT = f"too short to judge: {{}}, {LOSS_SAMPLES} needed"
+TOO_SHORT = f"too short to judge ({{}} of {LOSS_SAMPLES} samples)"
 NO_ALARM = "no alarm up to step {:,}"
 ERROR_GONE = "{:.2g} of dQ was wrong along W_Q before the switch, at most {:.2g} after it"
 SHARE = "rounding's share of W_Q's changes is {:z.2f} ({:z.2f} to {:z.2f})"
 UNMEASURED = "what rounding adds to W_Q was not measured"
-RISK = "By its keys the model is {}: {}."
+RISK = "The model is {}: {}."
 TITLES = {"learning-rate": "Learning rate too high", "saved": "Corrected"}
 
 
@@ -239,16 +238,14 @@ def _advice(state: State, of: Facts, cause: Cause) -> str:
 
 
 def keys(step: int, largest: float, layers: list[int], when: str) -> str:
-    why = (
-        f"the largest key_common_mode at step {step:,}{when and f', which is {when},'} is"
-        f" {largest:.3f} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
-    )
+    of_layers = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+    why = f"the largest key_common_mode at step {step:,} is {largest:.3f} ({of_layers})"
     if when == "early":
-        return f"{why}; it can be judged from step {RISK_STEP:,} on"
+        return f"{why}, and says more from step {RISK_STEP:,} on"
+    late = f", which is {when}" * bool(when)
     return (
-        f"{why}; of the study's eight kinds of model the three above {AT_RISK} at step"
-        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly: a statistic, not a"
-        " promise"
+        f"{why}{late}; of the study's eight kinds of model the three above {AT_RISK} at step"
+        f" {RISK_STEP:,} were at risk, the five below {HARDLY_AT_RISK} hardly"
     )
 
 

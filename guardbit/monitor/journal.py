@@ -151,8 +151,8 @@ class Journal:
         )
         if goes_on and not is_resumed:
             log.warning(
-                "%s already holds %s, and this one does not go on from its checkpoint: it"
-                " hides what was recorded from step %d on; another dirpath keeps both",
+                "%s already holds %s, which this one does not resume: what that recorded from"
+                " step %d on is hidden; another dirpath keeps both",
                 self._dirpath,
                 held,
                 first_step,
@@ -162,8 +162,7 @@ class Journal:
         elif is_resumed:
             log.tell(
                 f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
-                f" of it: its telemetry begins at step {first_step}; to go on in the folder of"
-                " before, pass that as dirpath"
+                f" from before step {first_step}; to go on in another folder, pass that as dirpath"
             )
         recorded = self._take_past(first_step)
         resumed = resumptions(self._earlier_metadata) if first_step else []
@@ -213,7 +212,7 @@ class Journal:
     def report_verdict(self, step: int, is_measuring: bool) -> None:
         """Records the verdict on the alarms so far, once known, if it is another than before."""
         cause = cause_of(self.evidence, self.events, self.metadata)
-        first = [event for event in self.findings.events() if event.kind == "alarm"]
+        first = [x for x in self.findings.events() if x.kind == "alarm" and x.judges != "loss"]
         verdict, why = verdict_of(first, cause)
         is_open = is_measuring and verdict == "unclear" and cause.what == "not measured"
         if verdict != self.findings.verdict and not is_open:
@@ -247,7 +246,7 @@ class Journal:
         if ranks.rank() > 0:
             return
         switch = f"to {event.stabilizer}" if event.kind == "switch" else ""
-        words = event.kind, place_of(event), event.verdict, switch
+        words = event.kind.removeprefix("monitor_"), place_of(event), event.verdict, switch
         line = f"step {event.step}: {' '.join(filter(None, words))}: {event.why}"
         if event.kind != "alarm":
             log.warning("%s", printable(f"GuardBit: {line}"))
@@ -290,9 +289,7 @@ class Journal:
                 self._modules.clear()
                 raise
             if not self._is_failing:
-                log.warning(
-                    "telemetry could not be written, and is pending for another try: %s", error
-                )
+                log.warning("records could not be written; another try follows: %s", error)
             self._is_failing = True
 
     def _write(self) -> None:

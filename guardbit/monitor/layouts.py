@@ -536,9 +536,8 @@ def _matrices(side: Side, reaches: dict[str, _Reach], d_head: int) -> list[str]:
 
 def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
     return NotOneMatrix(
-        f"the {side} depends on {listed(names)} together (one after the other, as in a latent or "
-        "low-rank projection, or each on its own tokens, as in joint attention of text and images),"
-        " so no single matrix has its rows",
+        f"the {side} depends on {listed(names)} together (as in a low-rank projection, or in joint"
+        " attention of text and images), so no single matrix has its rows",
         names,
     )
 

@@ -16,8 +16,8 @@ from guardbit.monitor.unseen import looks_like_attention
 from guardbit.records import Alarm, Event
 
 _HOW_TO_SHOW = (
-    "Attention that is written out in PyTorch has no rounded delta, so it needs no correction; to"
-    " have it or your own kernel watched, put q, k, v = guardbit.observe(q, k, v) before it"
+    "attention written out in PyTorch needs no correction; to watch it, or your own kernel, put"
+    " q, k, v = guardbit.observe(q, k, v) before it"
 )
 
 _FUNCTIONS = (
@@ -70,34 +70,30 @@ class Notices:
         if lost:
             named = shown([site.name for site in lost])
             return (
-                f"the modules that called attention are no longer in the model ({named}); what"
-                " replaced them is not watched, or only as a part of the module around it: give the"
-                " model as it is now a monitor of its own"
+                f"the modules that called attention are no longer in the model ({named}): give the"
+                " model as it is now a monitor of its own, to have what replaced them watched"
             )
         candidates = self._instrumentation.candidates.values()
         others = [*_replaced({}), *interception.left_alone()]
         if not others and not any(map(_is_attention, candidates)):
             return (
-                "no attention was found in this model, so none is watched: no module of it has"
-                f" called {_FUNCTIONS}, and none is named attention; if its attention has another"
-                " name and its own kernel, put q, k, v = guardbit.observe(q, k, v) before it"
+                f"no attention was found in this model: no module of it has called {_FUNCTIONS};"
+                " before a kernel of your own put q, k, v = guardbit.observe(q, k, v)"
             )
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
             *others,
-            f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
+            f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
             "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
             " 'flex_attention' and the installed flash_attn's",
             "the instrumented model is not the one that trains, which may be a copy of it",
         ]
         if not ran:
             reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
-        return (
-            "the model has called no attention that GuardBit sees so far, so nothing is watched."
-            f" Likely: {_listed(reasons)}"
-        )
+        likely = _listed(reasons)
+        return f"the model has called no attention that GuardBit sees so far. Likely: {likely}"
 
     # --- attention that is not watched -----------------------------------------------------------
 
@@ -108,10 +104,9 @@ class Notices:
         if outside.count and not self._instrumentation.lost() and self.first("outside"):
             self._tell(
                 step,
-                "attention was called outside the modules that the watched model had when the"
-                f" monitor began (calls in this step: {outside.count}, first {outside.where}), so"
-                " it is neither watched nor switched: call it within the forward of one of them, or"
-                " give the model that calls it now a monitor of its own",
+                "attention called outside the modules that the model had when the monitor began is"
+                f" not watched (calls in this step: {outside.count}, first {outside.where}): call"
+                " it within one of them, or give the model that calls it a monitor of its own",
             )
 
     def report_unseen(self, step: int) -> None:
@@ -130,8 +125,8 @@ class Notices:
         if unseen:
             sentences.append(
                 "modules that look like attention ran and were not seen to call it, so they are"
-                f" neither watched nor switched: {_kinds(unseen)};"
-                f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
+                f" not watched: {_kinds(unseen)}; {share};"
+                f" {'; '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
             )
         if sharded := [site for site in called.values() if site.record.sharded]:
             sentences.append(
@@ -186,9 +181,8 @@ class Notices:
         self._without_backward = [*self._without_backward, step][-MISSED_SAMPLES - 1 :]
         why = (
             f"no backward of watched attention came in {MISSED_SAMPLES} sampled steps, so at most"
-            " weights were measured: run the backward within the step, unless attention is frozen"
-            " or trained without one; if networks take turns, try"
-            f" every_n_train_steps={self._other_cadence}"
+            " weights were measured: run the backward within the step, or, if networks take turns,"
+            f" try every_n_train_steps={self._other_cadence}"
         )
         if (count := len(self._without_backward)) >= MISSED_SAMPLES:
             for one in self._without_backward if count == MISSED_SAMPLES else [step]:
@@ -211,9 +205,8 @@ class Notices:
         if not is_missed and not is_never_met:
             return None
         return (
-            "it was called in other steps than the last sampled ones; if layers are dropped at"
-            " random, later samples will meet it; if networks take turns, try"
-            f" every_n_train_steps={self._other_cadence}"
+            "it was called between samples; later ones meet it if layers are dropped at random; if"
+            f" networks take turns, try every_n_train_steps={self._other_cadence}"
         )
 
     def site_facts(self) -> dict[str, dict[str, Any]]:

@@ -42,10 +42,9 @@ PARTS = (
 )
 
 _OTHER_WEIGHTS = (
-    "ranks hold modules of the same names with different weights, as pipeline stages do that each"
-    " number their layers from 0, or Megatron's tensor parallelism: their rows are added up as if"
-    " they were one module, and only the weights of rank 0 are recorded, so the heads of the other"
-    " ranks are NOT guarded one by one; stages need names of their own, tensor parallelism DTensors"
+    "ranks hold modules of the same names with different weights, as pipeline stages numbered from"
+    " 0 each do, or Megatron's tensor parallelism: only rank 0's weights are recorded, and heads of"
+    " the other ranks are NOT guarded; stages need names of their own, tensor parallelism DTensors"
 )
 _OTHER_SWITCHES = (
     "ranks have switched heads differently, so some of what they compute may not be corrected: load"

@@ -9,8 +9,8 @@ _MANY = 1000
 
 _NUMBERS = "pass the number of the optimizer step, which grows over all epochs"
 _HOW = (
-    "call begin_batch(step) before each forward and end_step() after the optimizer's step, or use"
-    " `with session.step(step)`"
+    "put `with session.step(step):` around each step, or call begin_batch(step) before each forward"
+    " and end_step() after the optimizer's step"
 )
 
 
@@ -83,7 +83,7 @@ class Schedule:
         if self._last is None:
             self._once(
                 "not begun",
-                f"no step was watched, because none has begun (in a loop of your own: {_HOW})",
+                f"no step was watched, because none has begun: {_HOW}",
             )
         elif not self._has_any_ended and not self._was_abandoned:
             self._not_measured(f"steps have begun, up to step {self._last}, and none has ended")
@@ -92,9 +92,8 @@ class Schedule:
         if self.last_ended is not None and step < self.last_ended:
             self._once(
                 "set back",
-                f"step {step} begins after step {self.last_ended} has ended: later samples of a"
-                " step replace earlier ones, but sums over the run and the rules' baselines keep"
-                f" the replaced steps, unless an earlier state is loaded; {_NUMBERS}",
+                f"step {step} begins after step {self.last_ended} has ended: its samples replace"
+                f" earlier ones, which sums and baselines still hold; {_NUMBERS}",
             )
         if not (self._is_open and step == self._last):
             self._not_ended += self._is_open

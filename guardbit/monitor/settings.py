@@ -141,7 +141,7 @@ class Settings:
     def advice(self) -> str:
         """What the user should do, at the end of an alarm's line."""
         if self.policy is None:
-            return "attach a policy to correct it"
+            return "add AutoStabilizer, or a policy"
         return "dry_run: nothing is switched" if self.dry_run else ""
 
     def described(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from guardbit.records import nearest
 
 T = TypeVar("T")
 
-_FROZEN = "its calls have no gradient, as it is frozen or runs without"
+_FROZEN = "no gradient reaches its calls: it is frozen, or runs without gradients"
 _SEVERAL_CALLS = (
     "it makes several calls of attention in one forward ({}): the first is measured, and a switch"
     " applies to all"
@@ -712,9 +712,8 @@ def instrumented(
         name = name or type(module).__name__
         if frames.is_attached(module):
             raise ValueError(
-                f"the model is instrumented already (module '{name}'): one monitor is enough;"
-                " take out the other one, or close or remove it first; after Ctrl-C within a step,"
-                " call its session's abandon_step() and then close()"
+                f"the model is instrumented already (module '{name}'): close or remove the other"
+                " monitor first; after Ctrl-C within a step, call abandon_step() and then close()"
             )
         if isinstance(module, nn.DataParallel):
             raise UnseenAttentionError(

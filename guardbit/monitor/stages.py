@@ -27,6 +27,9 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         with suppress(Exception):
             if self.isEnabledFor(level):
+                if not self.logger.hasHandlers():  # Python then prints the bare message
+                    text = str(msg) % args if args else str(msg)
+                    msg, args = f"{'GuardBit: ' * (not text.startswith('GuardBit'))}{text}", ()
                 with beside_bars():
                     super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 

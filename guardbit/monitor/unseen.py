@@ -86,15 +86,11 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
                 f"{type(module).__name__} has no module that looks like attention, so there are no"
                 " heads to watch"
             )
-        written_out = (
-            ": the model's own forward writes it out, where delta comes from the same P and is not"
-            " rounded, so there is nothing to correct"
-        )
+        written_out = ": the model writes it out, so delta is not rounded: nothing to correct"
         raise UnseenAttentionError(
             f"{type(module).__name__} computes attention with"
-            f" attn_implementation='{implementation}', which GuardBit does not"
-            f" see{written_out if implementation == 'eager' else ''}. GuardBit sees 'sdpa', if the"
-            " model has it, and what guardbit.observe shows it"
+            f" attn_implementation='{implementation}', which GuardBit does not see"
+            f"{written_out * (implementation == 'eager')}. It sees 'sdpa', and observe's calls"
         )
 
 

@@ -195,7 +195,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
         if runs:
             shown = ", ".join(runs[:_NAMED_RUNS])
             more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
-            state = f"is none itself, but holds {shown}{more}"
+            state = f"holds {shown}{more}: name one of them"
         raise ValueError(f"there is no run at {path}: the folder {state}")
     return folder
 

@@ -117,7 +117,7 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; the live page: guardbit live {place}",
-        "GuardBit: run finished. Unclear: too short to judge: 3 samples, 8 needed; the report: "
+        "GuardBit: run finished. Unclear: too short to judge (3 of 8 samples); the report: "
         f"guardbit report {place}",
     ]
 

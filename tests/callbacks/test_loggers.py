@@ -13,20 +13,26 @@ from tests.callbacks.monitoring.reading import Recorder
 
 
 class Tracker(Recorder):
-    """A logger that takes texts as W&B's does, of a run that has a name."""
+    """A logger that takes texts as W&B's does, of a run that has an id and a name."""
 
-    experiment = SimpleNamespace(name="sunny-7")
-
-    def __init__(self):
+    def __init__(self, experiment):
         super().__init__()
-        self.texts = []
+        self.texts, self.experiment = [], experiment
 
     def log_text(self, key, columns, data, step):
         self.texts += [(key, step, *row) for row in data]
 
 
-def test_switches_go_to_trackers_once_and_the_run_has_its_tracker_s_name(trains, tmp_path):
-    tracker = Tracker()
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        SimpleNamespace(name="sunny-7"),  # W&B
+        SimpleNamespace(get_name=lambda: "sunny-7"),  # Comet; MLflow's client has runs by id
+        SimpleNamespace(get_run={0: SimpleNamespace(info=SimpleNamespace(run_name="sunny-7"))}.get),
+    ],
+)
+def test_switches_go_to_trackers_once_and_runs_have_their_names(trains, tmp_path, experiment):
+    tracker = Tracker(experiment)
     monitor = AttentionMonitor(2, strict=True, dirpath=tmp_path / "run")
     steps = {1: "row_max", 4: "none", 7: "row_max"}
 

@@ -48,7 +48,7 @@ def test_a_loop_has_a_first_and_a_last_line(tmp_path, capsys, is_kept):
     live, report = kept if is_kept else ("without dirpath nothing is kept", "")
     first, last = capsys.readouterr().err.splitlines()  # once, although it is closed twice
     assert first == f"GuardBit samples attention every 2 steps; {live}"
-    found = "Unclear: too short to judge: 3 samples, 8 needed"
+    found = "Unclear: too short to judge (3 of 8 samples)"
     assert last == f"GuardBit: run finished. {found}{report}"
 
 

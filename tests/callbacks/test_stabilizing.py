@@ -94,9 +94,9 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
 
 
 def test_it_needs_a_monitor(trains):
-    with pytest.raises(ValueError, match="one AttentionMonitor, and the Trainer has 1 and 0"):
+    with pytest.raises(ValueError, match="one AttentionMonitor, and has 1 and 0"):
         trains.fit(AutoStabilizer("compensated", scope="head"))
-    with pytest.raises(ValueError, match="one AttentionMonitor, and the Trainer has 2 and 1"):
+    with pytest.raises(ValueError, match="one AttentionMonitor, and has 2 and 1"):
         trains.fit(
             AttentionMonitor(),
             AutoStabilizer("compensated", scope="head"),

@@ -59,7 +59,7 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert lines[1].startswith("Rounding of delta: dQ is wrong by")
     assert lines[2].startswith("The error adds up: it makes W_Q grow")
     assert "Rounding is not the cause" in result.stdout
-    assert "the largest key_common_mode at step 3, which is early, is 0.200 (layer 1)" in lines[-1]
+    assert "the largest key_common_mode at step 3 is 0.200 (layer 1), and says more" in lines[-1]
     assert lines[-2] == f"The rules' own verdict on the run is {NOT_MEASURED}"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
     assert drawn == ["diagnosis.json", "h.1.attn-head1.png", "h_0_attn-head0.png"]
@@ -92,7 +92,7 @@ def test_the_answer_is_in_the_report(run):
         assert result.exit_code == 0, result.output
         return (run / "report.html").read_text()
 
-    kept = "Inputs of heads were kept at 2 steps; guardbit diagnose says why they diverge."
+    kept = "Inputs of heads were kept at 2 steps; guardbit diagnose RUN says why they diverge."
     assert kept in report()
     invoke(run, "--head", "h/0 attn:0")
     assert kept not in report() and "Rounding is not the cause" in report()

@@ -129,7 +129,7 @@ class MyAttentionBlock(nn.Sequential):
 
 ONE = "modules that look like attention ran and were not seen to call it"
 SHARE = "GuardBit watches 1 of 2 attention modules"
-NO_NEED = "it needs no correction"
+NO_NEED = "written out in PyTorch needs no correction"
 
 #: What is said of a model whose first layer is attention that is seen: the other layers, words of
 #: the sentence, and which modules are unseen.
@@ -253,7 +253,7 @@ def test_an_operator_that_computes_attention_by_itself_is_named(name, compiled, 
         assert watched(tmp_path, Attention(), OwnAttention(), run=run) == ["0"]
     ((_, why),) = told(tmp_path)
     assert "1 (OwnAttention); GuardBit watches 1 of 2 attention modules" in why
-    assert why.endswith(f". {name} is not watched: GuardBit does not know this operator")
+    assert why.endswith(f"; {name} is not watched: GuardBit does not know this operator")
 
 
 def test_a_model_of_a_library_without_attention_is_refused_at_setup():

@@ -193,13 +193,13 @@ def test_an_alarm_tells_what_shadow_and_audit_say_of_its_heads():
         return alarm.why
 
     plain = why()
-    assert "shadow" not in plain
-    assert "audit" not in plain
+    assert "FP32" not in plain
+    assert "dQ" not in plain
     shadow = why(delta_bias=[0.5, -3.0], delta_bias_abs=[2.0, 4.0])
-    assert shadow == plain + "; FP32 shadow: delta bias of head 2 -0.75 of its size"
+    assert shadow == plain + "; against FP32, delta's errors in head 2 sum to -75 % of their sizes"
     audit = why(dq_relative_error=[0.25, NAN], dq_coherent_error=[-0.02, NAN])
     assert audit.endswith(
-        "; gradient audit: dQ of head 1 off by 0.25 times its norm, coherently by -0.02"
+        "; dQ of head 1 is off by 0.25 times its norm, and by -2 % along W_Q's top direction"
     )
     assert "delta" not in why(delta_bias=[0.0, NAN], delta_bias_abs=[0.0, 1.0])
 

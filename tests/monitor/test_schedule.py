@@ -126,7 +126,7 @@ def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, ste
     [
         (range(10), False, "3 steps in a row have begun and not ended, the last of them step 2: "),
         ([7] * 10, True, "step 7 has begun and ended 2 times, and begins again"),
-        ([5, 6, 7] * 5, True, "step 5 begins after step 7 has ended: later samples of a"),
+        ([5, 6, 7] * 5, True, "step 5 begins after step 7 has ended: its samples replace"),
     ],
     ids=["none ends", "one number", "anew with each epoch"],
 )
@@ -146,9 +146,7 @@ def test_what_comes_without_a_step_is_told_once(schedule, said, what):
         schedule.end() if what == "end_step" else schedule.use(what)
     schedule.close()
     (line,) = said
-    assert line.startswith(
-        f"{what}() was called, but no step has begun: call begin_batch(step) before"
-    )
+    assert line.startswith(f"{what}() was called, but no step has begun: put `with session.step")
 
 
 def test_a_session_without_a_step_says_so_at_its_end(caplog):

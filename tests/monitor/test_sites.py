@@ -196,7 +196,7 @@ def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(site_of):
             q = y.unflatten(-1, (4, 16)).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
-    with pytest.raises(guardbit.LayoutUnavailable, match="or each on its own tokens, as in"):
+    with pytest.raises(guardbit.LayoutUnavailable, match="or in joint attention of text"):
         site_of(Joint()).query_weight(0)
 
 

@@ -128,8 +128,7 @@ class Detectors:
         if state["rules"].keys() != self.roles.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "
-                f"but the rules are {sorted(self.roles)}; give the run the rules it had, "
-                "those not wanted with a threshold that nothing reaches"
+                f"but the rules are {sorted(self.roles)}; give the run the rules it had"
             )
         self._memory = copy.deepcopy({name: state[name] for name in self._memory})
         self._of_heads = None
@@ -217,11 +216,12 @@ def _measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> s
     ratio = np.divide(sums, scales, out=np.full(width, np.nan), where=scales > 0)
     clauses = []
     if (head := _largest(ratio, heads)) is not None:
-        clauses.append(f"FP32 shadow: delta bias of head {head} {ratio[head]:+.2g} of its size")
+        part = f"{100 * ratio[head]:+.3g} % of their sizes"
+        clauses.append(f"against FP32, delta's errors in head {head} sum to {part}")
     if (head := _largest(relative, heads)) is not None:
         clauses.append(
-            f"gradient audit: dQ of head {head} off by {relative[head]:.2g} times its norm, "
-            f"coherently by {coherent[head]:+.2g}"
+            f"dQ of head {head} is off by {relative[head]:.2g} times its norm, and by"
+            f" {100 * coherent[head]:+.3g} % along W_Q's top direction"
         )
     return "; ".join(clauses)
 

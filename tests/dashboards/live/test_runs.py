@@ -81,7 +81,7 @@ def test_runs_that_nobody_has_opened_are_judged_and_still_drawn_whole_later(tmp_
         return {row["name"]: row for row in runs.rows()["runs"]}
 
     assert rows()["done"]["headline"] == "Healthy: no alarm up to step 90"
-    assert rows()["on"]["headline"] == "Running, unclear: too short to judge: 6 samples, 8 needed"
+    assert rows()["on"]["headline"] == "Running, unclear: too short to judge (6 of 8 samples)"
     on.record(range(60, 80, 10))
     on.alarm(70)
     found = rows()
@@ -117,7 +117,7 @@ def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
     assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
     (row,) = [row for row in runs.rows()["runs"] if row["name"] == "on"]
     assert (row["headline"], row["outcome"]) == (
-        "Running, unclear: too short to judge: 5 samples, 8 needed",
+        "Running, unclear: too short to judge (5 of 8 samples)",
         "unclear",
     )
     with pytest.raises(LookupError, match="no run 9"):

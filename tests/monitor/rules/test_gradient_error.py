@@ -90,8 +90,8 @@ def test_it_measures_the_cause_and_says_how_large():
     assert alarm.role == Role(measures_cause=True)
     assert alarm.heads == (1,)
     assert alarm.why.startswith(
-        "rounding makes dQ of head 1 wrong by 1 of its size along the top direction of its W_Q now,"
-        " and by more than 0.1 in the mean (one false alarm in 10000 audits of a head)"
+        "rounding makes dQ of head 1 wrong by 100 % along W_Q's top direction, and by more than"
+        " 10 % in the mean (one false alarm in 10,000 audits of a head)"
     )
 
 

@@ -31,9 +31,7 @@ def test_one_audit_is_enough_and_names_the_head_once(error, is_large):
 def test_it_is_no_alarm_and_says_what_was_found():
     (found,) = Detectors((LargeError(),)).update(samples([0.0, -0.3]))
     assert found.role == Role(is_advisory=True)
-    assert found.why.startswith(
-        "one audit finds dQ of head 1 wrong by 0.3 of its size along the top direction of its W_Q"
-    )
+    assert found.why.startswith("dQ of head 1 is wrong by 30 % along W_Q's top direction; it is")
 
 
 @pytest.mark.parametrize("rule", [LargeError(), GradientError()])

@@ -98,9 +98,9 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert not [line for line in caplog.messages if "already holds a run" in line]
     Loop(dirpath=tmp_path).run([0])
     (told,) = [line for line in caplog.messages if "already holds a run" in line]
-    assert f"{tmp_path} already holds a run, and this one" in told and "from step 0 on" in told
+    assert f"{tmp_path} already holds a run, which this one" in told and "from step 0 on" in told
     for end, held in [
-        ("crashed", "that crashed, and"),
+        ("crashed", "that crashed, which this"),
         (None, "that was not closed: it was killed"),
     ]:
         writer = RunWriter(tmp_path)
@@ -117,10 +117,7 @@ def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
     with caplog.at_level(logging.INFO, "guardbit"):
         Loop(dirpath=folder).resume(state, [2, 3])
     goes_on = f"GuardBit: the run in {folder} goes on from step 2"
-    begins = (
-        f"{folder} holds nothing of it: its telemetry begins at step 2; to go on in the folder of"
-        " before, pass that as dirpath"
-    )
+    begins = f"{folder} holds nothing from before step 2; to go on in another folder, pass that"
     assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)
 
 

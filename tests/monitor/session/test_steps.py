@@ -63,8 +63,8 @@ def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
     left.session.begin_batch(0)
     left.backward(0)
     refusal = (
-        r"instrumented already \(module 'Model'\): .* the other one, .* abandon_step\(\) and then"
-        r" close\(\)"
+        r"instrumented already \(module 'Model'\): .* the other monitor .* abandon_step\(\) and"
+        r" then close\(\)"
     )
     with pytest.raises(ValueError, match=refusal):
         MonitorSession(left.model)

@@ -74,7 +74,7 @@ def met_first(step):
     return "GD" if step == 0 else alternating(step)
 
 
-PASSED_BY = "at D.layers.0: it was called in other steps than the last sampled ones"
+PASSED_BY = "at D.layers.0: it was called between samples"
 
 
 @pytest.mark.parametrize("steps, every, turns, said, not_watched", [
@@ -117,7 +117,7 @@ def test_one_that_is_not_in_training_is_passed_by_by_nothing(tmp_path, caplog):
             loss_of(model["D"])
     run.close()
     (line,) = told(caplog)
-    assert "at D.layers.0: its calls have no gradient" in line
+    assert "at D.layers.0: no gradient reaches its calls" in line
     assert run.session.coverage == (1, 2)
 
 
@@ -181,7 +181,7 @@ def test_layers_that_are_dropped_are_among_the_causes(tmp_path, caplog, kept, ca
 
     every = 1 if len(kept) < 4 else 2
     Run(tmp_path, model, every).steps(range(len(kept)), step).close()
-    line = [m for m in caplog.messages if "Possible reasons" in m or "in other steps than" in m][-1]
+    line = [m for m in caplog.messages if "Possible reasons" in m or "between samples" in m][-1]
     assert cause in line
 
 
@@ -201,8 +201,8 @@ def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, 
     assert why.startswith("no watched module called attention in this sampled step")
     assert "(1) another model object trains now" in why
     # Of the samples at 0, 2, 4, 6 and 8 those before have calls.
-    having = f"{first // 2} samples"
-    assert run.outcome.headline == f"Unclear: too short to judge: {having}, 8 needed; {said}"
+    having = f"{first // 2} of 8 samples"
+    assert run.outcome.headline == f"Unclear: too short to judge ({having}); {said}"
     assert run.outcome.as_json()["without_attention"][1] == first
 
 

@@ -28,14 +28,13 @@ REASONS = {
     "*written out*": WRITTEN_OUT,
     "*writes it out itself*": (
         "computes attention with attn_implementation='eager', which GuardBit does not see: the"
-        " model's own forward writes it out, where delta comes from the same P and is not rounded,"
-        " so there is nothing to correct. GuardBit sees 'sdpa', if the model has it, and what"
-        " guardbit.observe shows it"
+        " model writes it out, so delta is not rounded: nothing to correct. It sees 'sdpa', and"
+        " observe's calls"
     ),
     "*so the math kernel runs it*": BY_MATH,
     "*together*": (
-        "together (one after the other, as in a latent or low-rank projection, or each on its own"
-        " tokens, as in joint attention of text and images), so no single matrix has its rows"
+        "together (as in a low-rank projection, or in joint attention of text and images), so no"
+        " single matrix has its rows"
     ),
     "*hub*": (
         "it calls a kernel of the hub in compiled code, which GuardBit can check in eager calls"

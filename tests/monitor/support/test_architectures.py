@@ -401,8 +401,8 @@ def encoder_layer(_: object) -> nn.Module:
 INTERLEAVED = (0, 48, 96, 144)  # q k v of head 0, then of head 1
 INTERLEAVED_KEYS = (16, 64, 112, 160)
 UNSEEN = (
-    "computes attention with attn_implementation='eager', which GuardBit does not see: the model's"
-    " own forward writes it out"
+    "computes attention with attn_implementation='eager', which GuardBit does not see: the model"
+    " writes it out"
 )
 
 ZOO: dict[str, Architecture] = {

@@ -109,9 +109,9 @@ class GradientError:
     def _why(self, sizes: Values, heads: tuple[int, ...]) -> str:
         top = max(heads, key=lambda head: sizes[head])
         return (
-            f"rounding makes dQ of head {top} wrong by {sizes[top]:.2g} of its size along the top "
-            f"direction of its W_Q now, and by more than {self.tolerated:g} in the mean (one false "
-            f"alarm in {self.audits_to_false_alarm:g} audits of a head)"
+            f"rounding makes dQ of head {top} wrong by {100 * sizes[top]:.3g} % along W_Q's top"
+            f" direction, and by more than {100 * self.tolerated:g} % in the mean (one false alarm"
+            f" in {self.audits_to_false_alarm:,g} audits of a head)"
         )
 
 
@@ -151,6 +151,6 @@ class LargeError:
 def _why_large(sizes: Values, heads: tuple[int, ...]) -> str:
     top = max(heads, key=lambda head: sizes[head])
     return (
-        f"one audit finds dQ of head {top} wrong by {sizes[top]:.2g} of its size along the top"
-        " direction of its W_Q, so it is audited at every sampled step"
+        f"dQ of head {top} is wrong by {100 * sizes[top]:.3g} % along W_Q's top direction; it is"
+        " audited at each sample from now on"
     )
