@@ -78,29 +78,12 @@ def refusing() -> Iterator[None]:
         raise
 
 
-def _passes(error: Exception) -> bool:
-    """Whether an error is an answer to the caller, or the one that ends a recomputation."""
-    return hasattr(error, _REFUSAL) or type(error).__module__ == _CHECKPOINTS
-
-
-def _is_in_the_way(error: Exception) -> bool:
-    """Whether an error came while a checkpoint's, its context, was ending a recomputation."""
-    kind = type(error.__context__)  # others of a checkpoint may be what the caller is handling
-    return (kind.__module__, kind.__name__) == (_CHECKPOINTS, "_StopRecomputationError")
-
-
 def nothing(*_: object, **__: object) -> None:
     """Does nothing, whatever it gets."""
 
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _never_began(error: Exception) -> bool:
-    """Whether a call failed because its arguments do not fit: no frame below that of `_tried`."""
-    traceback = error.__traceback__
-    return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
 
 
 def _tried(
@@ -116,10 +99,14 @@ def _tried(
         try:
             return inside(*args, **kwargs)
         except Exception as error:
-            if _passes(error):
+            # It is an answer to the caller, or ends a recomputation.
+            if hasattr(error, _REFUSAL) or type(error).__module__ == _CHECKPOINTS:
                 raise
-            # No variable keeps it: with this frame it would hold tensors.
-            if error.__context__ is not None and _is_in_the_way(error):
+            # It came while a checkpoint's, its context, was ending a recomputation. No variable
+            # keeps that: with this frame it would hold tensors.
+            kind = type(error.__context__)
+            stops = (kind.__module__, kind.__name__) == (_CHECKPOINTS, "_StopRecomputationError")
+            if stops and error.__context__ is not None:
                 raise error.__context__ from None
             _contained(error, contain)
     return otherwise(*args, **kwargs)
@@ -132,8 +119,10 @@ def method(
 
     def decorate(inside: Any) -> Any:
         def contain(self: Guarded, error: Exception) -> None:
-            if inside.__name__ == "__init__" and _never_began(error):
-                raise error
+            if inside.__name__ == "__init__" and isinstance(error, TypeError):
+                below = error.__traceback__ and error.__traceback__.tb_next
+                if below is None:  # no frame below that of `_tried`: the arguments do not fit
+                    raise error
             self._contain(error, inside.__name__)
 
         @functools.wraps(inside)

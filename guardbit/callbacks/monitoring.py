@@ -298,8 +298,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
 
     def _take_grad_norm(self, session: Session, optimizer: Optimizer, scaler: Any | None) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
+        each = (p.grad for group in optimizer.param_groups for p in group["params"])
+        own = [grad for grad in each if grad is not None]
+        # Before PyTorch 2.15 only the entries of a sparse gradient have a norm.
+        gradients = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in own]
         if not gradients:
             return
         norm = get_total_norm(gradients)
@@ -433,11 +435,6 @@ def _publish(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
             for key, value in values.items()
         }
     )
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    """Returns a gradient, or the entries of a sparse one, which has no norm before PyTorch 2.15."""
-    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
 def _name_in_tracker(trainer: pl.Trainer) -> str:

@@ -55,7 +55,13 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
     folder = output.with_name(f"{output.stem}_figures")
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     pictures = {folder / f"{name}.png": figure for name, figure in drawn.items()}
-    _refuse_links(output, folder, *pictures)
+    # A run's folder may be another person's, and what lies in it point at the reader's files.
+    for path in (output, folder, *pictures):
+        if path.is_symlink():
+            raise ValueError(
+                f"The report is not written through the link {path} to {path.readlink()}: remove "
+                "it, or give another output."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     # Figures of an earlier report that this one does not have.
     for name in (*CHARTS, *PICTURES):
@@ -75,16 +81,6 @@ def write_reports(runs: Sequence[LoadedRun], output: str | Path) -> Path:
     )
     output.write_text(page, encoding="utf-8")
     return output
-
-
-def _refuse_links(*paths: Path) -> None:
-    """A run's folder may be another person's, and what lies in it point at the reader's files."""
-    for path in paths:
-        if path.is_symlink():
-            raise ValueError(
-                f"The report is not written through the link {path} to {path.readlink()}: remove "
-                "it, or give another output."
-            )
 
 
 def compared(runs: Sequence[LoadedRun]) -> Report:

@@ -97,7 +97,9 @@ class Facts:
             for one in _sites_of(metadata).values()
         )
         # Sampled steps in which no watched module called attention: how many, and the first.
-        self.without_attention = without_attention_of(metadata)
+        samples, first = (at(metadata, "without_attention", name) for name in ("samples", "first"))
+        is_known = isinstance(samples, int) and isinstance(first, int)
+        self.without_attention = (samples, first) if is_known else (0, None)
         lacking, _ = self.without_attention
         # If only weights are recorded, count the samples that had calls.
         having = evidence.call_steps[0] or self.head_samples - lacking
@@ -134,7 +136,14 @@ class Facts:
         self.alarmed_and_switched = len(since)
         self.corrected_before = len(corrected)  # heads that were switched before their alarm
         self.stabilizers = tuple(dict.fromkeys(event.stabilizer for event in switched.values()))
-        self.alarming_again = len(_alarming_again(evidence, alarms, switched))
+        # An alarm in the last steps of the run, long after the head's switch.
+        _, end = evidence.steps or (0, 0)
+        late = (event for event in alarms if event.step > end - LASTING_STEPS)
+        again = {
+            head for event in late for head in evidence.heads_of(event)
+            if head in switched and event.step > switched[head].step + LASTING_STEPS
+        }  # fmt: skip
+        self.alarming_again = len(again)
         self.still_growing = sum(bool(of) and min(map(_growth, of)) > 1 for of in changes)
         self.growing = sum(c.name == "max_logit" and _growth(c) > 1 for of in changes for c in of)
         self.not_measured_since = sum(evidence.span(h)[1] <= step for h, step in since.items())
@@ -264,20 +273,6 @@ def _missing_loss(
     return said if evidence.loss.is_unsure else ""
 
 
-def _alarming_again(
-    evidence: Evidence, alarms: Sequence[Event], switched: Mapping[Head, Event]
-) -> set[Head]:
-    """The heads with an alarm in the last steps of the run, long after their switch."""
-    end = evidence.steps[1] if evidence.steps else 0
-    return {
-        head
-        for event in alarms
-        if event.step > end - LASTING_STEPS
-        for head in evidence.heads_of(event)
-        if head in switched and event.step > switched[head].step + LASTING_STEPS
-    }
-
-
 # --- from the metadata ---------------------------------------------------------------------------
 
 
@@ -316,14 +311,6 @@ def not_watched_of(
     # A module that the first step did not call may have been called since, e.g. an expert.
     later = map(str, unseen if isinstance(unseen, list | tuple) else ())
     return tuple(dict.fromkeys([*map(str, names), *(name for name in later if name not in called)]))
-
-
-def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
-    """In how many sampled steps no call of watched modules was measured, and the first of them."""
-    samples, first = (at(metadata, "without_attention", name) for name in ("samples", "first"))
-    if isinstance(samples, int) and isinstance(first, int):
-        return samples, first
-    return 0, None
 
 
 def nothing_to_correct(

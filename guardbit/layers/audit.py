@@ -153,7 +153,10 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
             continue
         if is_weight and exact.numel() < FEWEST_NUMBERS:
             continue
-        if not (is_weight and _sums_in_low(call)):
+        first = floats(call.inputs)[:1]
+        # On CPUs PyTorch sums gradients of weights in BF16 in norms of BF16.
+        sums_in_low = call.kind == "norm" and first and first[0].is_cpu and first[0].dtype in LOW
+        if not (is_weight and sums_in_low):
             found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
@@ -166,12 +169,6 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
                     found[which, SLOPE] = slope
                 break
     return found
-
-
-def _sums_in_low(call: Call) -> bool:
-    """Whether PyTorch sums the gradients of weights in BF16, as norms of BF16 do on CPUs."""
-    first = floats(call.inputs)[:1]
-    return call.kind == "norm" and bool(first) and first[0].is_cpu and first[0].dtype in LOW
 
 
 def _as_defined(call: Call, own: list[Tensor]) -> Any:

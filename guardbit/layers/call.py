@@ -4,7 +4,7 @@ A part of a call's inputs is kept, with the gradients that came to its outputs. 
 again from them as it ran, or in FP32: the same code without casts to lower precision.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,7 +117,9 @@ class Part(NamedTuple):
 
 
 def _part(module: nn.Module, first: Tensor) -> Part:
-    width = max([first.shape[-1] if first.dim() else 1, *_widths(module)])
+    own = [weight.shape for weight in module.parameters(recurse=False)]
+    shapes = own if isinstance(module, nn.Linear) else [shape[1:] for shape in own]
+    width = max([first.shape[-1] if first.dim() else 1, *sum(map(tuple, shapes), ())])
     # Code of a class derived from these may need the shape.
     if (type(module) in _BY_ROWS or _is_conv1d(module)) and first.dim() > 1:
         return Part(0, max(FEWEST_ROWS, MOST_NUMBERS // width), is_rows=True)
@@ -144,11 +146,6 @@ def _refuse_if_torn(module: nn.Module, first: Tensor, tensors: Sequence[Tensor])
         raise NotMeasured("its first dimension is time")
     if any(isinstance(part, _OF_BATCHES) and part.training for part in parts):
         raise NotMeasured("its batch is too large to run whole, and a part has other statistics")
-
-
-def _widths(module: nn.Module) -> Iterator[int]:
-    for parameter in module.parameters(recurse=False):
-        yield from parameter.shape if isinstance(module, nn.Linear) else parameter.shape[1:]
 
 
 class Call:

@@ -201,17 +201,14 @@ def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
 
 
 def _keep_gradient(leaf: Tensor, undo: ExitStack) -> None:
-    undo.callback(setattr, leaf, "grad", leaf.grad)
-    if leaf.grad is not None and _is_part(leaf.grad):
-        undo.callback(_copy_back, leaf.grad, leaf.grad.clone())
+    grad = leaf.grad
+    undo.callback(setattr, leaf, "grad", grad)
+    # As a part of a bucket, the next backward would fill it anew.
+    is_plain = type(grad) is Tensor and grad.layout == torch.strided
+    if grad is not None and is_plain and grad.untyped_storage().nbytes() > grad.nbytes:
+        undo.callback(_copy_back, grad, grad.clone())
     leaf.grad = None
     _keep_hooks_out(leaf, undo)
-
-
-def _is_part(gradient: Tensor) -> bool:
-    """Whether a gradient may be a part of a bucket, which the next backward fills anew."""
-    is_plain = type(gradient) is Tensor and gradient.layout == torch.strided
-    return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _keep_hooks_out(parameter: Tensor, undo: ExitStack) -> None:
@@ -415,7 +412,7 @@ class _Observer(TorchFunctionMode):
             # A constant of -inf and one number is a mask, as a logarithm of zeros and ones; in a
             # reentrant checkpoint all look constant.
             is_constant = torch.is_grad_enabled() and not tensor.requires_grad
-            is_constant = is_constant and _is_of_one_number(tensor)
+            is_constant = is_constant and len(tensor[tensor.isfinite()].unique()) < 2
             is_meant = call.takes_infinity or is_constant
             is_meant = is_meant or (bool(call.bad) and all(map(self._is_meant, call.bad)))
             made = _Made(call, tensor, is_meant and _is_masked(tensor))
@@ -600,12 +597,6 @@ def is_freed(tensor: Tensor) -> bool:
     """Whether memory was given back, as that of gathered weights; to read it ends the process."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _is_of_one_number(tensor: Tensor) -> bool:
-    """Whether all finite entries are equal."""
-    finite = tensor[tensor.isfinite()]
-    return bool((finite == finite[:1]).all())
 
 
 def _is_masked(tensor: Tensor) -> bool:

@@ -20,28 +20,31 @@ BACKENDS = (
 )
 
 
+def drawn(batch, heads, rows, width, dtype=torch.bfloat16):
+    """As models make them: heads split off a projection, so not contiguous."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    size, how = (batch, rows, heads, width), {"device": "cuda", "dtype": dtype}
+    return [torch.randn(size, generator=generator, **how).transpose(1, 2) for _ in range(4)]
+
+
+def both(number, **options):
+    """PyTorch's function, and ours."""
+    site = torch.tensor(number)
+    return (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options),
+        lambda q, k, v: switchable_attention(q, k, v, site, scale=None, **options),
+    )
+
+
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(2, 4, 128, 64), (1, 3, 77, 72), (2, 2, 200, 20)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_unswitched_calls_keep_every_bit(backend, dtype, shape, causal):
-    generator = torch.Generator("cuda").manual_seed(1)
-    b, h, n, d = shape
-    # As models make them: heads split off a projection, so not contiguous.
-    q, k, v, d_out = (
-        torch.randn(b, n, h, d, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
-        for _ in range(4)
-    )
+    q, k, v, d_out = drawn(*shape, dtype)
     number = runtime.add_site()
-    site = torch.tensor(number)
-
-    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return switchable_attention(q, k, v, site, is_causal=causal, scale=None)
-
+    native, ours = both(number, is_causal=causal)
     with sdpa_kernel(backend):
         try:
             expected = gradients(native, (q, k, v), d_out)
@@ -65,23 +68,12 @@ def test_unswitched_calls_keep_every_bit(backend, dtype, shape, causal):
 @pytest.mark.parametrize("width", [64, 20])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_dropout_keeps_every_bit_and_every_random_number(backend, width, captured):
-    generator = torch.Generator("cuda").manual_seed(1)
-    q, k, v, d_out = (
-        torch.randn(2, 128, 4, width, generator=generator, device="cuda").bfloat16().transpose(1, 2)
-        for _ in range(4)
-    )
+    q, k, v, d_out = drawn(2, 4, 128, width)
     number = runtime.add_site()
-    site = torch.tensor(number)
+    native, ours = both(number, dropout_p=0.3, is_causal=True)
     padded = backend == SDPBackend.FLASH_ATTENTION and width % 8 != 0
     if captured and (padded or backend == SDPBackend.MATH):
         pytest.skip("re-run in the backward; refused with a sentence")
-
-    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"is_causal": True, "scale": None, "dropout_p": 0.3}
-        return switchable_attention(q, k, v, site, **options)
 
     def results(attention) -> list[Tensor]:
         torch.manual_seed(5)

@@ -890,14 +890,11 @@ def number_of(fault):
     return index + (1 if index < 13 else 4)
 
 
-def low_of(fault):
-    return torch.float16 if fault in (underflow, overflow) else torch.bfloat16
-
-
 def build(fault, mode, wrong):
     """The loop of a fault in "autocast", "pure" or "reference", which is FP64."""
     torch.manual_seed(number_of(fault) - 1)
-    low = torch.float64 if mode == "reference" else low_of(fault)
+    low = torch.float16 if fault in (underflow, overflow) else torch.bfloat16
+    low = torch.float64 if mode == "reference" else low
     pure = mode != "autocast"
     loop = Loop(fault(wrong, low, pure), low, pure)
     for _ in range(loop.case.before):

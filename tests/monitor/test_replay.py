@@ -54,10 +54,6 @@ def without(frame, indicator):
     return frame[frame["indicator"] != indicator]
 
 
-def retimed(frame, factor=1.0, later=0):
-    return frame.assign(step=(frame["step"] * factor).round().astype(int) + later)
-
-
 def joined(frame, step):
     return frame[frame["step"] >= step]
 
@@ -95,7 +91,8 @@ PERTURBATIONS = {
 
 def perturbed(run, name):
     perturb, factor, later = PERTURBATIONS[name]
-    return retimed(perturb(read(run)), factor, later)
+    frame = perturb(read(run))
+    return frame.assign(step=(frame["step"] * factor).round().astype(int) + later)
 
 
 @pytest.mark.parametrize("name", PERTURBATIONS)

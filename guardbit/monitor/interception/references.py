@@ -159,8 +159,10 @@ class _Search:
                 self._change(holder, old, new)
 
     def _change(self, holder: Any, old: Any, new: Any) -> None:
-        if _is_a(holder, dict) and _module_of(holder).startswith("guardbit"):
-            return
+        if _is_a(holder, dict):  # the variables of a module, or a class's attributes
+            home = holder.get("__module__", holder.get("__name__"))
+            if isinstance(home, str) and home.startswith("guardbit"):
+                return
         if _is_a(holder, dict | list) and id(holder) in self._left_alone:
             return
         # A class has a cache of its attributes: they are set by name.
@@ -199,9 +201,3 @@ def _attributes_of(x: Any) -> Iterator[str]:
         for cls in type(x).__mro__:
             slots = vars(cls).get("__slots__", ())
             yield from (slots,) if isinstance(slots, str) else slots
-
-
-def _module_of(variables: dict[Any, Any]) -> str:
-    """Name of the module whose variables, or whose class's attributes, a dict holds, or ""."""
-    name = variables.get("__module__", variables.get("__name__"))
-    return name if isinstance(name, str) else ""

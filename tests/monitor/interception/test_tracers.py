@@ -33,10 +33,6 @@ class Tracer(fx.Tracer):
         return isinstance(module, nn.Linear)
 
 
-def by_own_tracer(model):
-    return fx.GraphModule(model, Tracer().trace(model))
-
-
 def by_faking(model):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model(torch.empty(2, 8, 64))
@@ -48,7 +44,9 @@ def by_export(model):
 
 TRACERS = {
     "fx": lambda model: fx.symbolic_trace(nn.Sequential(model[0])),
-    "fx, all modules": lambda model: by_own_tracer(nn.Sequential(model[0])),
+    "fx, all modules": lambda model: fx.GraphModule(
+        whole := nn.Sequential(model[0]), Tracer().trace(whole)
+    ),
     "make_fx": lambda model: make_fx(model)(batch()),
     "make_fx, before dispatch": lambda model: make_fx(model, pre_dispatch=True)(batch()),
     "export": by_export,

@@ -292,21 +292,18 @@ def _inputs(asked: Mapping[str, Any], layout: Layout) -> tuple[Tensor, Tensor, T
     if not all(isinstance(x, Tensor) for x in parts):
         return "it is called with something else than tensors"
     if "qkv" in asked:
-        parts = _apart(asked["qkv"], asked.get("num_heads_q"))
+        qkv, heads = asked["qkv"], asked.get("num_heads_q")
+        if heads is None or qkv.dim() == 5:
+            parts = qkv.unbind(-3)
+        else:  # grouped keys are concatenated
+            shared = (qkv.size(-2) - heads) // 2
+            parts = qkv.split([heads, shared, shared], -2)
     elif "kv" in asked:
         parts = asked["q"], *asked["kv"].unbind(-3)
     if len(parts) != 3 or any(x.dim() != len(layout) for x in parts):
         return "its inputs are not of the shape that its documentation asks for"
     q, k, v = (heads_first(x, layout) for x in parts)
     return q, k, v
-
-
-def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
-    """Splits a packed tensor into q, k and v: stacked, or, with grouped keys, concatenated."""
-    if num_heads is None or qkv.dim() == 5:
-        return list(qkv.unbind(-3))
-    shared = (qkv.size(-2) - num_heads) // 2
-    return list(qkv.split([num_heads, shared, shared], -2))
 
 
 def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:

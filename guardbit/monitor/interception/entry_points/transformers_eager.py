@@ -65,15 +65,6 @@ def bind(
     return base.Bound(query, key, value, spec)
 
 
-def _before_interface(args: Args, kwargs: Kwargs) -> Around:
-    """Sees to it that a model that gets a function of its own gets `attend`."""
-    return Around(args, kwargs, functools.partial(_attending, args=args, kwargs=kwargs))
-
-
-def _traced_interface(*args: Any, **kwargs: Any) -> Any:
-    return _attending(EAGER.original(*args, **kwargs), args, kwargs)
-
-
 def _attending(found: Any, args: Args, kwargs: Kwargs) -> Any:
     default = args[2] if len(args) > 2 else kwargs["default"]
     if found is default and runtime.is_inside_site():
@@ -170,6 +161,9 @@ EAGER = base.EntryPoint(
     home="transformers.modeling_utils",
     attribute="AttentionInterface.get_interface",
     bind=bind,
-    before=_before_interface,
-    traced=_traced_interface,
+    # A model that gets a function of its own gets `attend`.
+    before=lambda args, kwargs: Around(
+        args, kwargs, functools.partial(_attending, args=args, kwargs=kwargs)
+    ),
+    traced=lambda *args, **kwargs: _attending(EAGER.original(*args, **kwargs), args, kwargs),
 )
