@@ -79,8 +79,7 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
 
     Args:
         runs: All runs, among them the matched ones.
-        until: The step up to which they are compared; branches that begin there or later are left
-            out.
+        until: The step up to which they are compared; later branches are left out.
 
     Returns:
         How many steps the branch went on for (as long as its original did); the largest logits (of

@@ -4,8 +4,7 @@
 
 The starts run side by side on cuDNN without a switch. Those that have been alarmed by step 6,400,
 as many as are asked for at most, first alarmed first, go on and are copied there six times; the
-others end as soon as it is known that they are not among them. `copies.py` compares them. When the
-time is up, what runs is stopped; what it has recorded stays.
+others end as soon as it is known that they are not among them. `copies.py` compares them.
 """
 
 from __future__ import annotations

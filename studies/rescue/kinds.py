@@ -3,7 +3,7 @@
     python -m studies.rescue.kinds --again 30 --minutes 24.5 llama_learned,1.5e-3,1 llama,1.25e-3,1
 
 A pair is an architecture of `train.py`, a rate and a seed. A run and its twin share weights and
-batches; `risk.py` compares them. When the time is up, what runs is stopped, and its records stay.
+batches; `risk.py` compares them.
 
 Set before the runs of `-again80`: seeds 3 and 4 of `gpt2` at 1.5e-3 and of `llama_none`, `llama`
 and `llama_qk_norm` at 1.25e-3, 6,000 steps. Compared: first alarms by the rules as they stand,
@@ -11,7 +11,7 @@ causes with twins, answers about risk with logits over 1.5 times the twin's. Exp
 alarmed; alarms come with learned or no positions only; at least five more causes are settled, and
 no twin contradicts one; over kinds the largest unsaturated `dq_relative_error` by step 3,000 goes
 with the difference of log logits at least as much as `key_common_mode` at step 2,000 does. Tries
-lost with a machine: `gpt2`, seed 3, at 3,800; `llama` and `llama_qk_norm`, seed 4, at 800 and 400,
+lost with a machine: `gpt2`, seed 3; `llama` and `llama_qk_norm`, seed 4,
 then cut off at 4,700 and 4,400, so not compared (logits 1.28 and 0.99 times the twins', no alarm).
 No twin was alarmed; `gpt2` was at 3,750 and 2,450, `llama_none` at 3,250 and 2,050. Logits are as
 keys said: 11.6 and 1.75, 1.8 and 3.6, `llama` 0.96, `llama_qk_norm` 0.99 times the twins'. Ten

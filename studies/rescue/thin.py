@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from guardbit.judgement import SHARES
@@ -40,10 +41,10 @@ def thin(sources: Sequence[Path], target: Path) -> None:
     frame = pd.concat([*before, read_run(source)])
     alarms = set(events.loc[events["kind"] == "alarm"].drop_duplicates("site")["step"])
     of_run = frame["site"] == ""
-    is_kept = (of_run & (frame["step"] % LOSS_EVERY == 0)) | (
-        ~of_run & ((frame["step"] % HEADS_EVERY == 0) | frame["step"].isin(alarms))
+    is_kept = frame["step"] % np.where(of_run, LOSS_EVERY, HEADS_EVERY) == 0
+    is_kept |= (~of_run & frame["step"].isin(alarms)) | frame["indicator"].isin(
+        [*EACH_SAMPLE, *SHARES]
     )
-    is_kept |= frame["indicator"].isin([*EACH_SAMPLE, *SHARES])
     frame = frame[is_kept & frame["indicator"].isin([*INDICATORS, *(AUDITS if starts else ())])]
     frame = frame.assign(value=[float(f"{value:.{DIGITS}g}") for value in frame["value"]])
     metadata = {**read_metadata(source), "recorded": f"a thin copy of {source.name}"}

@@ -48,16 +48,7 @@ def rate_at(step: int, steps: int, warmup: int = WARMUP, last: float = LAST_SHAR
 
 
 class Model(LanguageModel):
-    """GPT-2 with weight decay and a schedule that ends.
-
-    Args:
-        size: Sizes.
-        tokens: Training part, INT32 `(T,)`.
-        rate: The largest of the schedule.
-        steps: Of the schedule.
-        seed: Of the weights and of the batches.
-        compiled: Whether to compile the model.
-    """
+    """GPT-2 with weight decay and a schedule that ends after `steps`; else as `LanguageModel`."""
 
     warmup, decay, last_share = WARMUP, DECAY, LAST_SHARE
 
