@@ -62,9 +62,9 @@ def saved_at(steps, events, metadata, is_rounding=False):
 @pytest.mark.parametrize(
     ("is_rounding", "every", "runs"),
     [
-        (True, 10, 9),
-        pytest.param(True, 1, 97, marks=pytest.mark.slow),
-        pytest.param(False, 1, 97, marks=pytest.mark.slow),
+        (True, 10, 7),
+        pytest.param(True, 1, 100, marks=pytest.mark.slow),
+        pytest.param(False, 1, 100, marks=pytest.mark.slow),
     ],
 )
 def test_a_switch_written_at_the_alarm_saves_no_run_that_was_never_switched(

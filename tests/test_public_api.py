@@ -14,7 +14,7 @@ PARAMETERS = {
     " sites=None, indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
     " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
     " strict=False",
-    "AutoStabilizer": "stabilizer='exact_delta', *, dry_run=False, scope='layer', always=False,"
+    "AutoStabilizer": "stabilizer=None, *, dry_run=False, scope='layer', always=False,"
     " escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
@@ -24,7 +24,7 @@ PARAMETERS = {
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " snapshot_megabytes=64, locate_nonfinite=False, audit_modules=False, on_alarm=None,"
     " strict=False",
-    "Policy": "stabilizer='exact_delta', *, scope='layer', always=False,"
+    "Policy": "stabilizer=None, *, scope='layer', always=False,"
     " escalate=True, quiet_steps=None, qk_clip=None, on_nonfinite='keep'",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",

@@ -45,7 +45,7 @@ def test_attention_in_a_loss_is_named_once_with_file_and_line(tmp_path):
     ((step, why),) = train(tmp_path, loss)
     assert step == 0
     where = f"2, first F.scaled_dot_product_attention at {__file__}:{LINE}"
-    assert f"when the monitor began (calls in this step: {where})" in why
+    assert f"is not watched (calls in this step: {where}): call it within one of them" in why
 
 
 def in_unsampled_steps(model, x):

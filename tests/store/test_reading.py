@@ -279,13 +279,15 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path, monkeypatch):
     (tmp_path / "loop").symlink_to(tmp_path)
     found = [str(run.relative_to(tmp_path)) for run in runs_below(tmp_path)]
     assert found == ["a/version_0", "a/version_1", "b"]
-    with pytest.raises(ValueError, match=r"is none itself, but holds a/version_0, a/version_1, b$"):
+    with pytest.raises(
+        ValueError, match=r"the folder holds a/version_0, a/version_1, b: name one of them$"
+    ):
         read_run(tmp_path)
     monkeypatch.setattr(files, "_NAMED_RUNS", 3)
-    with pytest.raises(ValueError, match=r"but holds a/version_0, a/version_1, b$"):
+    with pytest.raises(ValueError, match=r"holds a/version_0, a/version_1, b: name one"):
         read_run(tmp_path)
     monkeypatch.setattr(files, "_NAMED_RUNS", 2)
-    with pytest.raises(ValueError, match=r"but holds a/version_0, a/version_1 and 1 more$"):
+    with pytest.raises(ValueError, match=r"holds a/version_0, a/version_1 and 1 more: name one"):
         read_run(tmp_path)
     # Folders are searched no further once so many are found, though that folder is read to its end.
     RunWriter(tmp_path / "b2/later").close()

@@ -6,6 +6,7 @@ import re
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -131,6 +132,7 @@ ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
 
 
 def test_audits_of_modules_are_logged(trains, tmp_path):
+    torch._dynamo.reset()  # what other tests have compiled takes other turns
     recorder = Recorder()
     monitor = AttentionMonitor(2, audit_modules=True, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, max_steps=7, logger=recorder, log_every_n_steps=1)
