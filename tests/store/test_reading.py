@@ -279,9 +279,7 @@ def test_runs_below_a_folder_are_found_and_named(tmp_path, monkeypatch):
     (tmp_path / "loop").symlink_to(tmp_path)
     found = [str(run.relative_to(tmp_path)) for run in runs_below(tmp_path)]
     assert found == ["a/version_0", "a/version_1", "b"]
-    with pytest.raises(
-        ValueError, match=r"the folder holds a/version_0, a/version_1, b: name one of them$"
-    ):
+    with pytest.raises(ValueError, match=r"holds a/version_0, a/version_1, b: name one of them$"):
         read_run(tmp_path)
     monkeypatch.setattr(files, "_NAMED_RUNS", 3)
     with pytest.raises(ValueError, match=r"holds a/version_0, a/version_1, b: name one"):
