@@ -14,9 +14,9 @@ with the difference of log logits at least as much as `key_common_mode` at step 
 lost with a machine: `gpt2`, seed 3; `llama` and `llama_qk_norm`, seed 4,
 then cut off at 4,700 and 4,400, so not compared (logits 1.28 and 0.99 times the twins', no alarm).
 No twin was alarmed; `gpt2` was at 3,750 and 2,450, `llama_none` at 3,250 and 2,050. Logits are as
-keys said: 11.6 and 1.75, 1.8 and 3.6, `llama` 0.96, `llama_qk_norm` 0.99 times the twins'. Ten
-heads' shares settled as rounding. Of seed 3 two twins agree and one (16, 8.3 log points) does not;
-of seed 4 two agree, five, the first alarm of `gpt2` (15, 16) among them, do not: not as expected.
+keys said: 11.6 and 1.75, 1.8 and 3.6, `llama` 0.96, `llama_qk_norm` 0.99 times the twins'. Of
+14 heads that grew and whose shares settled as rounding within 600 steps seven twins agree, five of
+them of seed 3; seven, one of `gpt2`'s first alarm (15, 16 log points), do not: not as expected.
 So is the audit, which goes with logits less than `key_common_mode` does: 0.60, 0.80 (`risk.py`).
 """
 

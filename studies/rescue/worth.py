@@ -86,9 +86,11 @@ def rescued(runs: list[Run]) -> pd.Series:
 
 
 def named(runs: list[Run]) -> pd.DataFrame:
-    """Of each failed start, the head alarmed first and the head with the largest logit then."""
+    """Of each uncorrected failure, the head alarmed first and that with the largest logit then."""
     rows = []
-    for run, twin in uncorrected(runs):
+    for run in (r for r in runs if r.facts["arm"] == "stock" and begun_at(r.name) is None):
+        if (twin := matched_run(run, runs)) is None:
+            continue
         departed = loss_departure(series(run.frame, "loss"), series(twin.frame, "loss"))
         alarms = replay(run.frame).alarms
         first = next((alarm for alarm in alarms if alarm.heads), None)
