@@ -148,9 +148,10 @@ def test_controls(read, capsys):
     assert f"chance, by pairs: {likely / len(sums):.4g}\n" in said
 
     seeds, larger = len(ratios), sum(ratios > 0)
+    least, most = np.exp(ratios.min()), float(f"{np.exp(ratios.max()):.3g}")
     claim = (
-        f"without the correction the largest logit at 8,000 is {factor:.0f} times as large, in"
-        f" {larger} seeds of {seeds} | {likely} in {len(sums)} | `controls`"
+        f"largest logit at 8,000 is {least:.0f} to {most:,.0f} times as large (mean {factor:.0f})"
+        f", in {larger} seeds of {seeds} | {likely} in {len(sums)} | `controls`"
     )
     assert claim in page(EVIDENCE)
     assert expected["logit"].min() > expected["logit_corrected"].max()
