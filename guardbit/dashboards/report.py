@@ -27,7 +27,7 @@ from guardbit.dashboards.page import (
 )
 from guardbit.dashboards.tables import Recorded
 from guardbit.judgement import Judgement
-from guardbit.judgement.sentences import plural
+from guardbit.judgement.sentences import TITLES, plural
 
 #: What a page says, what it draws, and the pictures beside it.
 Report = tuple[Document, Document | None, Mapping[str, Figure | None]]
@@ -133,8 +133,8 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
 
 
 def _short_state(state: str) -> str:
-    words = {"learning-rate": "diverged by its learning rate", "saved": "corrected"}
-    return words.get(state, state)
+    long = state == "learning-rate"
+    return "diverged by its learning rate" if long else TITLES.get(state, state).lower()
 
 
 def _facts_of(run: LoadedRun, losses: pd.Series, common: int) -> dict[str, str]:

@@ -123,11 +123,12 @@ class ModuleAudits:
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
         rounds = -(-len(modules) // MODULES_A_SAMPLE)
+        late = TURNS if 0 in turns else 0  # turns that modules inside compiled ones have waited
         due = [(self._turn - index // MODULES_A_SAMPLE) % rounds for index in range(len(modules))]
         taken = [
             (module, name)
             for (module, name), since in zip(modules, due, strict=True)
-            if is_whole or (since < TURNS and 0 in turns if module in hidden else since == 0)
+            if is_whole or since < (late if module in hidden else 1)
         ]
         self._turn += not is_whole
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):

@@ -43,7 +43,7 @@ SHOWN = {
     for name, arm in (("watched", "stock"), ("guarded", "rescue_layer-exact_delta"))
 } | {"lost": ("stock-cudnn-lr1.5e-03-seed10",)}
 
-#: Runs of the showcase; of these is kept besides, and of all samples what rules read at each.
+#: Of the showcase's runs this is kept, too, and of each sample what rules read.
 _SHOWN_TOO = "delta_bias_cumulative"
 EACH_SAMPLE = ("w_q_spectral_norm", "max_logit")
 
