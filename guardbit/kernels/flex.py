@@ -94,19 +94,16 @@ def text_of(
     terms = _conjuncts(_result(mask))
     seen = [term for term in terms if not _is_true(term)]
     others = [term for term in seen if not _is_causal(term)]
+    keeps_score = _result(score) is next(iter(score.graph.nodes))
     program = Program(
-        _same_graph(mask) if others else None,
-        None if _result(score) is next(iter(score.graph.nodes)) else _same_graph(score),
+        # Modules of the same graphs, without what the compiler keeps beside them.
+        GraphModule({}, mask.graph) if others else None,
+        None if keeps_score else GraphModule({}, score.graph),
         len(others) < len(seen),
         tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed)),
         len(score_closed),
     )
     return base64.b64encode(pickle.dumps(program)).decode()
-
-
-def _same_graph(module: GraphModule) -> GraphModule:
-    """Returns a module of the same graph without what the compiler keeps beside it."""
-    return GraphModule({}, module.graph)
 
 
 @cache
@@ -164,19 +161,16 @@ def _conjuncts(node: Any) -> list[Any]:
 
 
 def _is_true(node: Any) -> bool:
-    if not isinstance(node, Node) or (node.op, node.target) != ("call_method", "new_ones"):
-        return False
-    return node.kwargs.get("dtype") is torch.bool
+    is_ones = isinstance(node, Node) and (node.op, node.target) == ("call_method", "new_ones")
+    return is_ones and node.kwargs.get("dtype") is torch.bool
 
 
 def _is_causal(node: Any) -> bool:
     if not isinstance(node, Node) or node.op != "call_function" or len(node.args) != 2:
         return False
     query, key = [x for x in node.graph.nodes if x.op == "placeholder"][2:4]
-    compared = tuple(map(_without_offset, node.args))
-    return (node.target is operator.ge and compared == (query, key)) or (
-        node.target is operator.le and compared == (key, query)
-    )
+    compared = (node.target, *map(_without_offset, node.args))
+    return compared in ((operator.ge, query, key), (operator.le, key, query))
 
 
 def _without_offset(node: Any) -> Any:
@@ -247,15 +241,14 @@ def _begin(
 def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:
     """Returns what each head runs, and why that is not what was asked for, or ""."""
     own = "flex_attention keeps its own kernels"
-    runs, reasons = {"none": "none"}, []
+    runs, reasons = {}, []
     for name in dict.fromkeys(asked):
-        if name == "exact_delta" and not obstacle:
-            runs[name] = name
-        elif name == "compensated" and not obstacle:
+        runs[name] = "none"
+        if name in ("exact_delta", "compensated") and not obstacle:
             runs[name] = "exact_delta"
-            reasons.append(f"exact_delta runs instead of compensated: {own}")
+            if name == "compensated":
+                reasons.append(f"exact_delta runs instead of compensated: {own}")
         elif name != "none":
-            runs[name] = "none"
             why = f": {obstacle}" if obstacle else f", {own}: exact_delta would work"
             reasons.append(f"{name} is not possible{why}")
     return tuple(runs[name] for name in asked), "; ".join(reasons)

@@ -97,21 +97,16 @@ def promise_aligned_outputs(*ops: Any) -> None:
         return
     _promised.update(ops)
     try:
+        lowering, _, _, constraint_tag = private.inductor
         for op in ops:
-            _wrap_lowering(op)
+            if op not in lowering.lowerings:
+                constraint = lowering.tag_to_layout_constraint(
+                    constraint_tag(op, with_default=True)
+                )  # fmt: skip
+                lowering.make_fallback(op, layout_constraint=constraint, warn=False)
+            lowering.lowerings[op] = _without_inputs_on_the_cpu(lowering.lowerings[op])
     except Exception as error:  # Inductor's internals changed: graphs stay right, and are slower
         _log.debug("Inductor does not take the promise of aligned outputs: %r", error)
-
-
-def _wrap_lowering(op: Any) -> None:
-    """Wraps the lowering that Inductor makes for an op it does not know."""
-    lowering, _, _, constraint_tag = private.inductor
-    if op not in lowering.lowerings:
-        constraint = lowering.tag_to_layout_constraint(
-            constraint_tag(op, with_default=True)
-        )  # fmt: skip
-        lowering.make_fallback(op, layout_constraint=constraint, warn=False)
-    lowering.lowerings[op] = _without_inputs_on_the_cpu(lowering.lowerings[op])
 
 
 def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:

@@ -208,15 +208,13 @@ class SampledSteps:
     def _act(self, judged: Judged) -> None:
         """Switches and clips, between two steps."""
         self._stages.attempt("policy", partial(self._decide, judged))
-        self._stages.attempt("clip", partial(self._clip, judged))
+        clip = partial(self._clipping.act, self._instrumentation.sites, judged.samples)
+        self._stages.attempt("clip", clip)
 
     def _decide(self, judged: Judged) -> None:
         now, restless = self._schedule.last_ended or 0, self.detectors.restless()
         way_back = self._findings.way_back
         self.switching.decide(judged.unheeded, judged.step, now, restless, way_back)
-
-    def _clip(self, judged: Judged) -> None:
-        self._clipping.act(self._instrumentation.sites, judged.samples)
 
     def follow_bursts(self) -> None:
         """Listens to optimizers while heads are measured, and records why one was not."""

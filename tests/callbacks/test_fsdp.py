@@ -55,13 +55,6 @@ def model_of(name, mesh):
     return model
 
 
-def whole_weights(model):
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().double()
-        for name, p in model[0].named_parameters()
-    }
-
-
 def batch(step, place):
     generator = torch.Generator().manual_seed(100 * place + step)
     return torch.randn(2, 12, WIDTH, generator=generator)
@@ -79,7 +72,11 @@ def steps(model, place, session=None, samples=None):
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        query, key = model[0].by_hand(whole_weights(model))
+        whole = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().double()
+            for name, p in model[0].named_parameters()
+        }
+        query, key = model[0].by_hand(whole)
         key = key.repeat_interleave(len(query) // len(key), dim=0)
         norms.append(
             [torch.linalg.matrix_norm(w, 2).tolist() for w in (query, key, query.mT @ key)]

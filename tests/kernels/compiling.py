@@ -217,25 +217,6 @@ def digest(*parts):
     return hashlib.sha256("-".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def compiler_of(target):
-    """A hash of the compilers, of the variables that they read, and of what is asked of them."""
-    from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.cache import triton_key
-
-    variables = sorted(get_cache_invalidating_env_vars().items())
-    question = inspect.getsource(examine) + inspect.getsource(laid_out)
-    return digest(triton_key(), make_backend(target).hash(), variables, question)
-
-
-def hash_of(variant, target):
-    """A hash of a variant: its source and all that it calls, arguments, options, what is asked."""
-    from triton.compiler.compiler import make_backend
-
-    options = make_backend(target).parse_options(variant.options)
-    return digest(variant.source.hash(), options.hash(), variant.with_code)
-
-
 def compiled(variant, target):
     """Compiles a variant; returns `RESULTS`, None where not asked."""
     from triton import knobs
@@ -246,12 +227,6 @@ def compiled(variant, target):
         return dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
 
 
-def read_record():
-    """The record's rows by compiler and variant."""
-    with RECORD.open(newline="") as file:
-        return {(row["compiler"], row["variant"]): row for row in csv.DictReader(file)}
-
-
 def look_up(architecture, *, anew=False, fill=False):
     """Yields a row of the record for each variant, by compute capability times ten.
 
@@ -259,15 +234,24 @@ def look_up(architecture, *, anew=False, fill=False):
     Without, a record of another compiler yields none, and a lack is a LookupError, as is a record
     that says something else than compilation.
     """
+    from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import triton_key
 
     target = GPUTarget("cuda", architecture, 32)
-    compiler = compiler_of(target)
-    record = read_record()
+    # The compilers, the variables that they read, and what is asked of them.
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    question = inspect.getsource(examine) + inspect.getsource(laid_out)
+    compiler = digest(triton_key(), make_backend(target).hash(), variables, question)
+    with RECORD.open(newline="") as file:
+        record = {(row["compiler"], row["variant"]): row for row in csv.DictReader(file)}
     if not (anew or fill or any(key[0] == compiler for key in record)):
         return
     for variant in variants(architecture):
-        key = hash_of(variant, target)
+        options = make_backend(target).parse_options(variant.options)
+        # Its source and all that it calls, arguments, options, what is asked.
+        key = digest(variant.source.hash(), options.hash(), variant.with_code)
         row = record.get((compiler, key))
         found = known = row and {name: int(row[name]) if row[name] else None for name in RESULTS}
         if not (known or anew or fill):
@@ -287,19 +271,14 @@ def filled(architecture):
     return list(look_up(architecture, fill=True))
 
 
-def write_record():
-    """Compiles what the record lacks, and drops variants that no longer exist."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = [row for rows in pool.map(filled, ARCHITECTURES) for row in rows]
-    with RECORD.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-
-
 def main():
-    if "--record" in sys.argv:
-        write_record()
+    if "--record" in sys.argv:  # compiles what it lacks, and drops variants that no longer exist
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            found = [row for rows in pool.map(filled, ARCHITECTURES) for row in rows]
+        with RECORD.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(found)
         return
     for architecture in ARCHITECTURES:
         for row in look_up(architecture, anew="--anew" in sys.argv):

@@ -119,13 +119,6 @@ def test_error_is_at_most_twice_that_of_flash(dtype, width, causal):
             assert_within_twice_flash(names, tensors, causal, width**-0.5, draw)
 
 
-def assert_same_but_for_order(mine, expected):
-    """Finite, and equal up to the order in which FP32 sums were taken: a step, here and there."""
-    difference = (mine.double() - expected.double()).abs()
-    assert difference.max() <= SPACING[mine.dtype] * expected.double().abs().max()
-    assert (difference > 0).double().mean() <= 0.01
-
-
 def within_nan(x):
     """x, from a base that is 16-byte aligned in no place, among NaN on all sides of each axis."""
     batch, heads, rows, width = x.shape
@@ -146,7 +139,10 @@ def test_nothing_is_read_outside(width):
         for mine, right in zip(
             (result.out, *gradients[:3]), (expected.out, *expected_gradients[:3]), strict=True
         ):
-            assert_same_but_for_order(mine, right)
+            # Finite, and equal up to the order of FP32 sums: a step, here and there.
+            difference = (mine.double() - right.double()).abs()
+            assert difference.max() <= SPACING[mine.dtype] * right.double().abs().max()
+            assert (difference > 0).double().mean() <= 0.01
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -36,10 +36,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize(
+MASKS = pytest.mark.parametrize("causal", [False, True, "top-left"])
+CASES = pytest.mark.parametrize(
     ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
 )
+
+
+@MASKS
+@CASES
 def test_every_stabilizer_in_one_launch(dtype, shape, causal):
     q, k, v, _ = inputs(shape, dtype)
     scale = shape[-1] ** -0.5
@@ -129,10 +133,8 @@ def test_compensation_takes_the_coherent_error_with_either_sign():
     assert (ours.residual[:, 1, :, 1::2] == -60).all()
 
 
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
-)
+@MASKS
+@CASES
 def test_gradients_of_every_stabilizer(dtype, shape, causal):
     q, k, v, d_out = inputs(shape, dtype)
     options = {"causal": causal, "scale": shape[-1] ** -0.5, "stabilizers": STABILIZERS}

@@ -189,16 +189,6 @@ def test_where_the_published_rule_is_right_and_where_not(level):
         assert (published.double() - exact).abs().max() <= bar
 
 
-def one_hot_scores(scores):
-    """q, k, v in BF16 with the given FP32 scores (N, 16), and O[n, d] = P[n, d]."""
-    high = scores.bfloat16()
-    low = (scores - high.float()).bfloat16()
-    q = torch.cat((high, low), -1)[None, None]
-    k = torch.eye(16).repeat(1, 2).bfloat16()[None, None]
-    v = torch.eye(16, 32).bfloat16()[None, None]
-    return q, k, v, (high.double() + low.double())
-
-
 @pytest.mark.parametrize(
     ("positions", "drops", "shifts"),
     [
@@ -222,7 +212,13 @@ def test_row_max_counts_maxima_across_tiles(positions, drops, shifts):
         scores[:, position] = row_max - drop
     # A key of the last tile whose rounding tells which m was used there.
     scores[:, 15] = row_max - 0.3
-    q, k, v, exact_scores = one_hot_scores(scores)
+    # In BF16, with these FP32 scores, and O[n, d] = P[n, d].
+    high = scores.bfloat16()
+    low = (scores - high.float()).bfloat16()
+    q = torch.cat((high, low), -1)[None, None]
+    k = torch.eye(16).repeat(1, 2).bfloat16()[None, None]
+    v = torch.eye(16, 32).bfloat16()[None, None]
+    exact_scores = high.double() + low.double()
     out = reference.forward(
         q, k, v, causal=False, scale=1.0, stabilizers=["row_max"], key_tile=4
     ).out[0, 0, :, 15]

@@ -1,5 +1,6 @@
 """Small models and a training step, for the tests of instrumentation."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,15 @@ def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
+@contextmanager
+def watched(model, *args, observer=None, **kwargs):
+    """Instruments a model, which keeps the bits of a step; yields both."""
+    before = step(model, *args, **kwargs)
+    with toys.instrumented(model, observer) as inst:
+        assert equal(step(model, *args, **kwargs), before)
+        yield inst, before
+
+
 @pytest.fixture(autouse=True)
 def compiles_anew():
     """What another test has compiled is not there."""
@@ -79,6 +89,7 @@ def compiles_anew():
 def tiny():
     return SimpleNamespace(
         Attention=Attention, Block=Block, GPT=GPT, step=step, equal=equal,
+        watched=watched,
         WIDTH=WIDTH, HEADS=HEADS, HEAD=HEAD, VOCABULARY=VOCABULARY,
     )  # fmt: skip
 

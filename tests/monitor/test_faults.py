@@ -138,12 +138,6 @@ class FailingIn:
         return getattr(self._whole, name)
 
 
-def make_fail(monkeypatch, entry, error):
-    owner, name, *method = BELOW[entry]
-    failing = FailingIn(getattr(owner, name), *method, error) if method else fails_with(error)
-    monkeypatch.setattr(owner, name, failing)
-
-
 #: Each entry with an error, in turn, as the guard treats all alike; one with every error.
 FAULTS = {(entry, n % len(ERRORS)) for n, entry in enumerate(BELOW)} | {
     ("call: noting it", n) for n in range(len(ERRORS))
@@ -165,7 +159,9 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
             dirpath=tmp_path,
             num_rows=1,
         )
-        make_fail(monkeypatch, entry, error)
+        owner, name, *method = BELOW[entry]
+        failing = FailingIn(getattr(owner, name), *method, error) if method else fails_with(error)
+        monkeypatch.setattr(owner, name, failing)
         return session
 
     model = train(session_of)

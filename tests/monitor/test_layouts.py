@@ -118,10 +118,6 @@ def projections(width: int = D_MODEL) -> dict[str, nn.Module]:
     return {"q_proj": linear(width=width), "k_proj": linear(width=width)}
 
 
-def multihead_attention(**options: Any) -> nn.MultiheadAttention:
-    return nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True, **options)
-
-
 def of_two(module: Any) -> tuple[Tensor, Tensor]:
     return module.q_proj.weight, module.k_proj.weight
 
@@ -141,7 +137,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]
         lambda: Attention(separate, **projections(32)), lambda: (tokens(32),), of_two,
     ),
     "multihead_cross": (
-        lambda: multihead_attention(kdim=10, vdim=14),
+        lambda: nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True, kdim=10, vdim=14),
         lambda: (tokens(), tokens(10, length=7), tokens(14, length=7)),
         lambda module: (module.q_proj_weight, module.k_proj_weight),
     ),

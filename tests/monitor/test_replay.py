@@ -58,12 +58,6 @@ def joined(frame, step):
     return frame[frame["step"] >= step]
 
 
-def in_other_layers(frame, seed):
-    order = np.random.default_rng(seed).permutation(12)
-    place = {f"h.{layer}.attn": f"h.{new}.attn" for layer, new in enumerate(order)}
-    return frame.assign(site=frame["site"].map(place))
-
-
 def by_head(frame):
     """The layer's largest value in head 2, a third of the typical layer's in heads 0, 1 and 3."""
     of_heads = frame["site"].notna()
@@ -109,7 +103,9 @@ def test_rounding_failure_is_seen_a_thousand_steps_before_the_loss_departs(name)
 
 
 def test_the_layer_and_the_head_are_named_wherever_they_are():
-    moved = in_other_layers(read(FAILS), 6)
+    order = np.random.default_rng(6).permutation(12)
+    place = {f"h.{layer}.attn": f"h.{new}.attn" for layer, new in enumerate(order)}
+    moved = read(FAILS).assign(site=read(FAILS)["site"].map(place))
     where = moved.loc[read(FAILS)["site"] == "h.2.attn", "site"].iloc[0]
     assert where != "h.2.attn"
     assert replay(moved).alarms[0].site == where

@@ -43,9 +43,8 @@ class Dropout(NamedTuple):
         head_ids = torch.tensor(self.head_ids, dtype=torch.int64, device=device)
         index = torch.arange(batch, device=device)[:, None] * self.num_heads + head_ids
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        halves = random_halves(
-            self.philox_key, (groups, rows[:, None], index[..., None, None], zero)
-        )
+        words = groups, rows[:, None], index[..., None, None], zero
+        halves = random_halves(self.philox_key, words)
         tile = slice(keys.start - 8 * first, keys.stop - 8 * first)
         return halves.flatten(-2)[..., tile] >= self.threshold
 

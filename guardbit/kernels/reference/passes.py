@@ -98,8 +98,7 @@ def forward(
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
 
     q_rows = fold_groups(q.float(), kv_heads)
-    query_positions = torch.arange(rows, device=q.device)
-    key_positions = torch.arange(keys, device=q.device)
+    query_positions, key_positions = (torch.arange(n, device=q.device) for n in (rows, keys))
     visible = visible_range(AttentionSpec(scale, causal), (batch, num_heads, rows, keys), q.device)
     row_max = q.new_full((batch, num_heads, rows), -torch.inf, dtype=torch.float32)
     tied = torch.zeros_like(row_max, dtype=torch.bool)
@@ -156,9 +155,7 @@ def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> T
     """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
     if name not in stabilizers:
         return None
-    return torch.tensor(
-        [[stabilizer == name] for stabilizer in stabilizers], dtype=torch.bool, device=device
-    )
+    return torch.tensor([[stabilizer == name] for stabilizer in stabilizers], device=device)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -211,8 +208,7 @@ def backward(
     log_sum = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
     q_rows = fold_groups(q.float(), kv_heads)
     d_out_rows = fold_groups(d_out_wide, kv_heads)
-    query_positions = torch.arange(rows, device=q.device)
-    key_positions = torch.arange(keys, device=q.device)
+    query_positions, key_positions = (torch.arange(n, device=q.device) for n in (rows, keys))
     visible = visible_range(AttentionSpec(scale, causal), (len(q), heads, rows, keys), q.device)
     dq = torch.zeros_like(q_rows)
     dk, dv = torch.empty_like(k), torch.empty_like(v)

@@ -321,16 +321,12 @@ def _itself(x: Any, _: object) -> Any:
     return x
 
 
-def _describe_jagged(x: Any) -> JaggedSpec | None:
-    packed = None if torch.compiler.is_compiling() else _describe_tensor(x.values(), None)
-    if packed is None or x._lengths is not None:
-        return None
-    return JaggedSpec(packed, x.offsets().clone(), x._ragged_idx)
-
-
-def _describe_tensor(x: Tensor, _: object) -> TensorSpec | JaggedSpec | None:
+def _describe_tensor(x: Any, _: object) -> TensorSpec | JaggedSpec | None:
     if x.layout is torch.jagged:
-        return _describe_jagged(x)
+        packed = None if torch.compiler.is_compiling() else _describe_tensor(x.values(), None)
+        if packed is None or x._lengths is not None:
+            return None
+        return JaggedSpec(packed, x.offsets().clone(), x._ragged_idx)
     if x.is_nested or x.layout is not torch.strided or is_lazy(x):
         return None
     shape = tuple(present_size(n) for n in x.shape)
@@ -358,7 +354,9 @@ def make_up(
         if issubclass(kind, TensorSpec):
             return lambda x, _: _made(x, batch, generator)
         if issubclass(kind, JaggedSpec):
-            return lambda x, _: _made_jagged(x, generator)
+            return lambda x, _: torch.nested.nested_tensor_from_jagged(
+                _made(x.packed, None, generator), x.offsets.to(generator.device), jagged_dim=x.axis
+            )
         if issubclass(kind, _AS_THEY_ARE):
             return _itself
         return None if with_objects or issubclass(kind, _CONTAINERS) else lambda x, _: None
@@ -389,13 +387,6 @@ def _made(x: TensorSpec, batch: int | None, generator: torch.Generator) -> Tenso
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
     fill = torch.ones if x.dtype == torch.bool else torch.zeros
     return fill(shape, dtype=x.dtype, device=device)
-
-
-def _made_jagged(x: JaggedSpec, generator: torch.Generator) -> Tensor:
-    offsets = x.offsets.to(generator.device)
-    return torch.nested.nested_tensor_from_jagged(
-        _made(x.packed, None, generator), offsets, jagged_dim=x.axis
-    )
 
 
 def rerun(

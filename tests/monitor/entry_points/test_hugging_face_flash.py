@@ -123,9 +123,7 @@ def test_the_hubs_kernel_is_taken_where_flash_attn_is_not_installed(tiny, monkey
     monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", lambda *_, **__: kernel)
     model, batch = model_of("Llama", "flash_attention_2"), padded()
-    before = tiny.step(model, **batch)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, **batch), before)
+    with tiny.watched(model, **batch) as (inst, before):
         (site,) = inst.sites.values()
         assert site.record.entry == "kernels/flash_attn_2.flash_attn_varlen_func"
         assert site.calls.refusal is None

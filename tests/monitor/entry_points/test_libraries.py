@@ -80,9 +80,7 @@ def test_a_hubs_function_that_does_something_else_keeps_its_bits_and_is_refused(
     monkeypatch.setattr(entry, "original", copy_of(function))
     monkeypatch.setattr(entry, "function", function)
     model, x = build(entry)
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
+    with tiny.watched(model, x) as (inst, before):
         with pytest.raises(ValueError, match=why):
             inst.switch("0", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
@@ -156,9 +154,7 @@ def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, tin
 
 def test_dropout_is_watched_and_not_switched(tiny):
     model, x = build(by_name(FUNC), dropout_p=0.3)
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
+    with tiny.watched(model, x) as (inst, before):
         inst.switch("0", "exact_delta")
         assert tiny.equal(tiny.step(model, x), before)
         assert inst.sites["0"].calls.refusal is None
@@ -232,9 +228,7 @@ def test_a_kernel_that_cannot_be_called_is_left_to_the_library(does_fail, tiny, 
     monkeypatch.setattr(home, "_flash_attn_backward", means_something_else)
     monkeypatch.setattr(proof, "_proofs", {})
     model, x = build(by_name("flash_attn_interface.flash_attn_func"))
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
+    with tiny.watched(model, x) as (inst, _):
         refusal = inst.sites["0"].calls.refusal
         assert refusal.startswith("GuardBit could not call the kernel of flash_attn_3 (bfloat16")
         assert refusal.endswith("it failed: another release" if does_fail else "differ by inf")
@@ -279,9 +273,7 @@ def test_how_the_work_is_spread_is_passed_on_if_a_call_says_so(options, tiny, mo
 def test_what_is_not_understood_stays_with_the_library_and_is_said(case, tiny):
     name, options, why = REFUSED[case]
     model, x = build(by_name(name), **options)
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
+    with tiny.watched(model, x) as (inst, _):
         assert why in inst.sites["0"].calls.refusal
         with pytest.raises(ValueError, match=r".*"):
             inst.switch("0", "exact_delta", heads=[1])
@@ -454,9 +446,7 @@ def test_grouped_keys_packed_by_heads_are_watched_and_switched(tiny):
         PackedByHeads(by_name("flash_attn_interface.flash_attn_qkvpacked_func"))
     ).bfloat16()
     x = torch.randn(2, 8, 64).bfloat16()
-    before = tiny.step(model, x)
-    with instrumented(model) as inst:
-        assert tiny.equal(tiny.step(model, x), before)
+    with tiny.watched(model, x) as (inst, before):
         rows = model[0].qkv.weight[WIDTH : 2 * WIDTH].float()
         assert torch.equal(inst.sites["0"].query_weight(1), rows)
         inst.switch("0", "exact_delta")

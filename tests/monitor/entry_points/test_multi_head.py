@@ -48,9 +48,7 @@ def x():
 
 def observed(model, *args, tiny):
     calls = []
-    before = tiny.step(model, *args)
-    with instrumented(model, calls.append) as inst:
-        assert tiny.equal(tiny.step(model, *args), before)
+    with tiny.watched(model, *args, observer=calls.append) as (inst, before):
         site = inst.sites["attention"]
         told = {name: getattr(site, name) for name in ("calls", "record", "launches")}
         return calls, types.SimpleNamespace(**told), before

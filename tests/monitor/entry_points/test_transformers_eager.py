@@ -41,13 +41,6 @@ def batch():
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
-def may_see(window):
-    """By hand: causal, no padding, and as many keys back as the window has."""
-    distance = torch.arange(12)[:, None] - torch.arange(12)
-    seen = (distance >= 0) & (distance < window)
-    return seen & batch()["attention_mask"].bool()[:, None, None]
-
-
 MODELS = {
     "Llama": (lambda: build("Llama"), 99, 0.0),
     "Gemma 2": (
@@ -75,7 +68,10 @@ def by_hand(call, window, cap, sinks):
     """All of a call in FP64, from q, k, v and dO, and what its model is said to do with them."""
     # What the model adds, which leaves nothing of a score: a row that sees no key spreads over all.
     lowest = torch.finfo(torch.float64).min
-    added = torch.zeros(2, 1, 12, 12, dtype=torch.float64).masked_fill(~may_see(window), lowest)
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    seen = (distance >= 0) & (distance < window)
+    seen = seen & batch()["attention_mask"].bool()[:, None, None]
+    added = torch.zeros(2, 1, 12, 12, dtype=torch.float64).masked_fill(~seen, lowest)
     spec = AttentionSpec(call.spec.scale, mask=added, softcap=cap, sinks=sinks)
     return dense(call.d_out, call.q, call.k, call.v, spec)
 

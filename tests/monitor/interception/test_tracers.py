@@ -38,10 +38,6 @@ def by_faking(model):
         model(torch.empty(2, 8, 64))
 
 
-def by_export(model):
-    torch.export.export(model, (batch(),), strict=False)
-
-
 TRACERS = {
     "fx": lambda model: fx.symbolic_trace(nn.Sequential(model[0])),
     "fx, all modules": lambda model: fx.GraphModule(
@@ -49,7 +45,7 @@ TRACERS = {
     ),
     "make_fx": lambda model: make_fx(model)(batch()),
     "make_fx, before dispatch": lambda model: make_fx(model, pre_dispatch=True)(batch()),
-    "export": by_export,
+    "export": lambda model: torch.export.export(model, (batch(),), strict=False),
     "jit": lambda model: torch.jit.trace(model, batch(), check_trace=False),
     "fake tensors": by_faking,
 }

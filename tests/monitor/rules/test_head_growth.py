@@ -98,12 +98,6 @@ def test_one_head_of_few_or_many_is_found_but_for_one_without_peers(sites, heads
     assert found == [("h.0", (0,))] * (sites * heads > 1)
 
 
-def logit_alarms(logits, peers=100.0):
-    """Alarms of head 1 of layer a; a sample every 10 steps, so that drift counts for nothing."""
-    flat = [(peers, peers)] * len(logits)
-    return named(alarms_in(HeadGrowth(), beside(LOGIT, [(50.0, x) for x in logits], flat)))
-
-
 @pytest.mark.parametrize(
     "logits, fires",
     [
@@ -119,7 +113,9 @@ def logit_alarms(logits, peers=100.0):
     ],
 )
 def test_logits_fire_by_growth_on_two_samples_in_a_row(logits, fires):
-    assert logit_alarms(logits) == [("a", (1,))] * fires
+    # A sample every 10 steps, so that drift counts for nothing.
+    samples = beside(LOGIT, [(50.0, x) for x in logits], [(100.0, 100.0)] * len(logits))
+    assert named(alarms_in(HeadGrowth(), samples)) == [("a", (1,))] * fires
 
 
 def test_growth_of_all_logits_is_the_models():

@@ -10,15 +10,6 @@ from hypothesis import strategies as st
 from guardbit.monitor.detectors.rules.head_growth import outrun
 
 
-def leads_of(steps, series, over_peers, drift):
-    """The leads after the last sample; series: module -> (steps, heads)."""
-    state = {}
-    for index, step in enumerate(steps):
-        rows = {site: values[index] for site, values in series.items()}
-        found = outrun(state, step, rows, over_peers, drift)
-    return {site: ahead.lead for site, ahead in found.items()}
-
-
 def by_search(steps, series, over_peers, drift):
     """For each head the largest of L(t) - L(s) - over_peers (P(t) - P(s)) - drift (t - s)."""
     clock, ticks, last = 0.0, [], {}
@@ -68,7 +59,11 @@ def test_a_lead_is_the_most_that_any_stretch_shows(seed, sites, heads, length, m
         values[generator.random((length, heads)) < missing] = np.nan
         series[f"h.{site}"] = values
     expected = by_search(steps, series, 1.5, 0.2)
-    found = leads_of(steps, series, 1.5, 0.2)
+    state = {}
+    for index, step in enumerate(steps):
+        rows = {site: values[index] for site, values in series.items()}
+        last = outrun(state, step, rows, 1.5, 0.2)
+    found = {site: ahead.lead for site, ahead in last.items()}
     for (site, head), lead in expected.items():
         assert found[site][head] == pytest.approx(lead, abs=1e-12)
     known = sum(int((~np.isnan(lead)).sum()) for lead in found.values())

@@ -78,14 +78,6 @@ def shortened(cell):
     return cell.replace("|", "\\|")
 
 
-def entry_and_cells(title, cells):
-    """What stands in the first column, and the other cells."""
-    if title == "Architectures":
-        name, modules, *cells = cells
-        return f"{name} ({modules})", tuple(map(shortened, cells))
-    return cells[0], tuple(map(shortened, cells[1:]))
-
-
 def rows_of(observed):
     """Rows of a table; what has the same cells shares a row, in the order of the tests."""
     groups = {}
@@ -131,7 +123,11 @@ def report(request):
 
     def take(title, *cells):
         assert all(cells), "no blank cell"
-        entry, cells = entry_and_cells(title, cells)
+        entry, *cells = cells
+        if title == "Architectures":
+            modules, *cells = cells
+            entry = f"{entry} ({modules})"
+        cells = tuple(map(shortened, cells))
         assert len(cells) == len(HEADERS[title]) - 1 and "<br>" not in entry
         if request.config.getoption("--support-table", default=None) is not None:
             _observed.setdefault(title, []).append((entry, cells))

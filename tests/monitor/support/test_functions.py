@@ -272,9 +272,18 @@ def cells(case, compiled):
         assert all(map(torch.equal, run.losses, plain.losses))
         assert all(map(torch.equal, run.weights, plain.weights))
         heads = len(case.queries(run.model))
-        assert_norms(case, run, heads)
+        for name, weights in (("w_q", case.queries), ("w_k", case.keys)):
+            expected = torch.linalg.svdvals(weights(run.model).detach().double())[:, 0].tolist()
+            # Of grouped keys each query head is told those of its key head. Recorded in FP32.
+            expected = [x for x in expected for _ in range(heads // len(expected))]
+            assert run.measured(f"{name}_spectral_norm") == pytest.approx(expected, rel=1e-6)
         if not compiled:
-            assert_indicators(case, run)
+            measured = {s.indicator for s in run.session.samples if any(x == x for x in s.values)}
+            unmeasured = UNMEASURED.get(case.name, "loss")
+            expected = {
+                x for x in set(HEAD_INDICATORS) - OCCASIONAL if not x.startswith(unmeasured)
+            }
+            assert measured - {"loss"} == expected
         (site,) = run.session.instrumentation.sites.values()
         logits, errors = run.measured("max_logit"), run.measured("dq_relative_error")
         watched = (
@@ -300,21 +309,6 @@ def cells(case, compiled):
         run.close()
         again.close()
     return watched, "yes", audited, "yes", switched, "yes"
-
-
-def assert_norms(case, run, heads):
-    for name, weights in (("w_q", case.queries), ("w_k", case.keys)):
-        expected = torch.linalg.svdvals(weights(run.model).detach().double())[:, 0].tolist()
-        # Of grouped keys each query head is told those of its key head. Recorded in FP32.
-        expected = [x for x in expected for _ in range(heads // len(expected))]
-        assert run.measured(f"{name}_spectral_norm") == pytest.approx(expected, rel=1e-6)
-
-
-def assert_indicators(case, run):
-    measured = {s.indicator for s in run.session.samples if any(x == x for x in s.values)}
-    unmeasured = UNMEASURED.get(case.name, "loss")
-    expected = set(HEAD_INDICATORS) - OCCASIONAL
-    assert measured - {"loss"} == {name for name in expected if not name.startswith(unmeasured)}
 
 
 #: The functions of libraries that `make test` takes: one of each release, and packed documents.
