@@ -19,7 +19,7 @@ from torch import Tensor
 
 from guardbit.doctor.attention import FLASH, Arithmetic, Chunk, HeadInputs, Operation, over_rows
 from guardbit.doctor.recognition import Fault, recognize
-from guardbit.kernels.key_shifts import shift_keys
+from guardbit.kernels.heads import shift_keys
 from guardbit.kernels.reference import gradient_error
 from guardbit.kernels.reference.common import count_tied, float32_products
 from guardbit.kernels.reference.passes import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
@@ -130,7 +130,7 @@ def measure(head: HeadInputs, arithmetic: Arithmetic) -> dict[str, Measures]:
         ways["recorded"] = lambda chunk: chunk.wide("dq")
     for name in operations:
         ways[f"without {name}"] = partial(_dq_of, arithmetic.without(name))
-    centered = shift_keys(head.k[:, None], ("centered_keys",)).k[:, 0]
+    centered = shift_keys(head.k[:, None], ("centered_keys",))[0][:, 0]
     ways |= {
         "remedy none": partial(_dq_of, FLASH),
         "remedy exact_delta": partial(_dq_of, FLASH.without("delta")),

@@ -22,8 +22,7 @@ from guardbit.kernels import dispatch, engines
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs, LibraryEngine
 from guardbit.kernels.engines.base import drawing_once
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.key_shifts import CENTERED, shift_keys, shift_of_lse
-from guardbit.kernels.reference import Dropout, Forward
+from guardbit.kernels.reference import Dropout, Forward, carry_compensated_delta
 from guardbit.kernels.runtime import SiteState, is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import device_constant, laid_out_as
@@ -59,7 +58,7 @@ class Saved(NamedTuple):
 
     out: Tensor  # the output
     lse: Tensor  # logsumexp; zeros where the engine returns none
-    # INT8, what rounding took from O in compensated heads; empty if there are none.
+    # What rounding took from O: INT8 in compensated heads, O's dtype from an engine; or empty.
     residual: Tensor
     ran: Tensor  # the number of a `Ran`, INT64 `()` on the CPU
     # INT64 `(3,)`: seed and offset as in `Drawn.philox`, and the key of our kernels; empty without
@@ -76,6 +75,11 @@ class Saved(NamedTuple):
 DELTAS: dict[str, Callable[..., Tensor]] = {
     "exact_delta": lambda *tensors, **how: dispatch.carry_exact_delta(*tensors, **how).out
 }
+
+#: Subtracts their mean from all keys of a head, which changes neither the softmax nor, in exact
+#: arithmetic, the gradients. A wrong delta adds a multiple of sum_j P_ij K_j to dQ, which is large
+#: where the keys share a large vector.
+CENTERED = "centered_keys"
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
 OWN_FORWARD = frozenset({"compensated", "row_max"})
@@ -109,6 +113,7 @@ class Settled(NamedTuple):
     # Whether stabilized heads hand the engine's backward an O'; False if there are none.
     shares_backward: bool
     why: str  # why the names are not as asked, or ""
+    keeps_residual: bool = False  # whether the engine's forward can return what rounding takes
 
 
 def resolve(
@@ -134,20 +139,20 @@ def resolve(
         names = tuple("compensated" if name in deltas else name for name in asked)
         why = (f"compensated runs instead of {name}, which knows no dropout" for name in deltas)
         return Settled(names, False, "; ".join(why))
+    shares_backward = stores = False
     if call.spec.dropout_p > 0:
-        shares_backward = False
         obstacle = (
             f"{engine.title} drops entries of P (dropout {call.spec.dropout_p}) and"
             " does not tell which, so delta cannot be computed again"
         )
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
-        shares_backward = not proof.failure
+        shares_backward, stores = not proof.failure, proof.no_residual == ""
         if shares_backward and (
             stabilized <= DELTAS.keys()
             or (keeps_residual and call.library is None and not _beyond_ours(call))
         ):
-            return Settled(asked, True, unshifted)
+            return Settled(asked, True, unshifted, stores)
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     # Why our kernels cannot run the whole call, and why not `compensated`.
     limit = ""
@@ -170,7 +175,7 @@ def resolve(
             runs[name], why = _substitute(name, "" if shares_backward else obstacle, limits)
         reasons.append(why)
     names = tuple(runs[name] for name in asked)
-    return Settled(names, shares_backward, "; ".join(filter(None, reasons)))
+    return Settled(names, shares_backward, "; ".join(filter(None, reasons)), stores)
 
 
 def _substitute(name: str, obstacle: str, limits: dict[str, str]) -> tuple[str, str]:
@@ -209,7 +214,34 @@ class Ran(NamedTuple):
     shares_backward: bool  # whether the engine's backward serves all heads
     on_triton: bool  # whether our kernels ran in Triton
     names: tuple[str, ...]  # the stabilizer that each head ran
+    adds_residual: bool = False  # whether the engine's backward adds the residual for delta
     by_pytorch: bool = False  # whether PyTorch's function computed the call in GuardBit's place
+
+
+# --- centred keys ---------------------------------------------------------------------------------
+
+
+def shift_keys(k: Tensor, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+    """Subtracts the mean key of each sequence where the stabilizer of a query head asks for it.
+
+    Returns the keys and what was subtracted, FP32 `(B, H_kv, 1, D)`, or None for nothing.
+    """
+    if CENTERED not in names or k.size(2) == 0:
+        return k, None
+    group = len(names) // k.size(1)
+    heads = tuple(sorted({head // group for head, name in enumerate(names) if name == CENTERED}))
+    index = device_constant(heads, torch.int64, k.device)
+    chosen = k.index_select(1, index).float()
+    mean = chosen.mean(2, keepdim=True)
+    # A key that is not finite, in padding for example, must not make the other keys NaN.
+    mean = mean.where(mean.isfinite(), 0.0)
+    k = torch.empty_like(k).copy_(k).index_copy_(1, index, (chosen - mean).to(k.dtype))
+    return k, torch.zeros_like(k[:, :, :1], dtype=torch.float32).index_copy_(1, index, mean)
+
+
+def shift_of_lse(q: Tensor, shift: Tensor, scale: float) -> Tensor:
+    """Returns by how much the subtractions lower L, FP32 `(B, H, N)`."""
+    return (q.float() * shift.repeat_interleave(q.size(1) // shift.size(1), 1)).sum(-1) * scale
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -218,7 +250,7 @@ class Ran(NamedTuple):
 class ForwardResult(NamedTuple):
     out: Tensor
     lse: Tensor
-    residual: Tensor | None  # of compensated heads
+    residual: Tensor | None  # of compensated heads, or the engine's
     ran: Ran
 
 
@@ -228,15 +260,21 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     if engine is None and call.native:
         engine = engines.choose(q, k, v, spec, training, call.wants_mask)
     keeps_residual = call.keeps_residual or not call.traced
-    names, shares_backward, why = resolve(call, state.running, engine, keeps_residual)
+    names, shares_backward, why, stores = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
-    keys = shift_keys(k, plan.names)
-    if keys.shift is not None:
-        call = call._replace(k=keys.k)
-    found, own, residual, on_triton = None, None, None, False
+    k, shift = shift_keys(k, plan.names)
+    if shift is not None:
+        call = call._replace(k=k)
+    found, own, residual, on_triton, adds = None, None, None, False, False
     if engine is not None and len(plan.own) < call.q.size(1):
         # Runs first, so that it draws the same random numbers as without GuardBit.
-        found = _by_engine(call, state, engine, random, generator_state)
+        is_exact = not call.traced and [name for name, _ in plan.deltas] == ["exact_delta"]
+        kept = plan.deltas[0][1] if stores and training and is_exact else ()
+        *found, residual = _by_engine(call, state, engine, random, generator_state, kept)
+        adds = residual is not None
+        if kept and residual is None and is_recomputing():
+            # A recomputed forward must return the first forward's shapes.
+            residual = torch.zeros_like(found[0])
     if plan.own:
         run = partial(_by_own, call, plan, random, is_part=found is not None)
         try:
@@ -256,7 +294,7 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     if own is None:
         if found is None:  # after the except clause, which keeps memory alive
             assert engine is not None
-            found = _by_engine(call, state, engine, random, generator_state)
+            *found, _ = _by_engine(call, state, engine, random, generator_state)
         out, lse = found
     elif found is None:
         out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
@@ -267,11 +305,11 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
         lse.index_copy_(1, index, own.lse)
         if own.residual is not None:
             residual = torch.zeros_like(q, dtype=torch.int8).index_copy_(1, index, own.residual)
-    if keys.shift is not None and not call.native:  # the caller may ask for lse
-        lse = lse + shift_of_lse(q, keys.shift, spec.scale)
+    if shift is not None and not call.native:  # the caller may ask for lse
+        lse = lse + shift_of_lse(q, shift, spec.scale)
     if training:
         state.note(names, why)
-    return ForwardResult(out, lse, residual, Ran(engine, shares_backward, on_triton, names))
+    return ForwardResult(out, lse, residual, Ran(engine, shares_backward, on_triton, names, adds))
 
 
 def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forward, bool]:
@@ -295,15 +333,27 @@ def _by_own(call: Call, plan: Plan, random: Tensor, is_part: bool) -> tuple[Forw
 
 
 def _by_engine(
-    call: Call, state: SiteState, engine: Engine, random: Tensor, generator_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    q = call.q
-    out, lse = engine.forward(inputs_of(call, random, generator_state), call.training)
+    call: Call, state: SiteState, engine: Engine, random: Tensor, generator_state: Tensor,
+    kept: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Computes out, lse and the residual of the heads `kept`, None where there is none."""
+    q, inputs, found = call.q, inputs_of(call, random, generator_state), None
+    if kept:
+        try:
+            found = engine.forward_with_residual(inputs)
+        except Exception as error:
+            if not is_recomputing():
+                raise
+            runtime.tell_fault(error)
+    out, lse, residual = found or (*engine.forward(inputs, call.training), None)
+    if residual is not None:
+        others = tuple({*range(q.size(1))}.difference(kept))
+        residual.index_fill_(1, device_constant(others, torch.int64, q.device), 0)
     state.launches["forward", engine.name] += 1
     if lse is None or lse.numel() == 0:
-        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32), residual
     lse = lse.flatten(2)
-    return out, lse if lse.size(2) == q.size(2) else lse[..., : q.size(2)]
+    return out, lse if lse.size(2) == q.size(2) else lse[..., : q.size(2)], residual
 
 
 def _without(left_out: Collection[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -342,14 +392,26 @@ class BackwardResult(NamedTuple):
 def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResult:
     state, engine = runtime.site(number_of(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
-    keys = shift_keys(call.k, plan.names)
-    if keys.shift is not None:
-        call = call._replace(k=keys.k)
-    if keys.shift is not None and not call.native:
-        saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, keys.shift, call.spec.scale))
-    inputs = inputs_of(call, saved.random, saved.generator_state)
+    k, shift = shift_keys(call.k, plan.names)
+    if shift is not None:
+        call = call._replace(k=k)
+        if not call.native:
+            saved = saved._replace(lse=saved.lse - shift_of_lse(call.q, shift, call.spec.scale))
+    inputs, found = inputs_of(call, saved.random, saved.generator_state), None
+
+    def by_engine(d_out: Tensor, out: Tensor, residual: Tensor | None = None) -> Gradients:
+        assert engine is not None
+        given = inputs if residual is None else inputs._replace(residual=residual)
+        found = engine.backward(given, d_out, engine.laid_out(out, call.q), saved.lse)
+        state.launches["backward", engine.name] += 1
+        return found
+
     try:
-        carried = _carried(call, state, d_out, saved, ran.shares_backward, plan)
+        carried = _carried(call, state, d_out, saved, ran, plan)
+        if ran.adds_residual and plan.deltas:
+            found = by_engine(d_out, saved.out, saved.residual)
+            state.launches["backward", "residual"] += 1
+            state.failure = None
     except Exception as error:
         if not call.native:
             raise
@@ -357,15 +419,10 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResul
         state.fall_back(error)
         in_carrier = {*DELTAS, "compensated"} if ran.shares_backward else DELTAS
         carried, plan = saved.out, plan_of(_without(in_carrier, plan.names), True)
-
-    def by_engine(d_out: Tensor) -> Gradients:
-        assert engine is not None
-        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), saved.lse)
-        state.launches["backward", engine.name] += 1
-        return found
-
-    if engine is not None and (ran.shares_backward or not plan.own):
-        return BackwardResult(by_engine(d_out), carried, plan.names)
+    if found is None and engine is not None and (ran.shares_backward or not plan.own):
+        found = by_engine(d_out, carried)
+    if found is not None:
+        return BackwardResult(found, carried, plan.names)
     own = None
     try:
         own = _by_ours(call, d_out, saved._replace(out=carried), ran.on_triton, plan)
@@ -377,28 +434,32 @@ def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResul
         state.fall_back(error)
         plan = plan_of(_without(OWN_FORWARD, plan.names), True)
     if own is None:
-        return BackwardResult(by_engine(d_out), carried, plan.names)
+        return BackwardResult(by_engine(d_out, carried), carried, plan.names)
     _count_launches(state, "backward", plan, ran.on_triton)
     if engine is None or len(plan.own) == call.q.size(1):
         return BackwardResult(own, carried, plan.names)
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
     index = device_constant(plan.own, torch.int64, d_out.device)
-    merged = _merge_heads(by_engine(d_out.index_fill(1, index, 0)), own, plan.own)
+    merged = _merge_heads(by_engine(d_out.index_fill(1, index, 0), carried), own, plan.own)
     return BackwardResult(merged, carried, plan.names)
 
 
 def _carried(
-    call: Call, state: SiteState, d_out: Tensor, saved: Saved, shares_backward: bool, plan: Plan
+    call: Call, state: SiteState, d_out: Tensor, saved: Saved, ran: Ran, plan: Plan
 ) -> Tensor:
     """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
     carried = saved.out
+    if plan.deltas and ran.adds_residual:
+        if runtime.observer(number_of(call.site)) is None:
+            return carried
+        return carry_compensated_delta(d_out, carried, saved.residual, head_ids=plan.deltas[0][1])
     for name, head_ids in plan.deltas:
         into = None if carried is saved.out else carried
         tensors = d_out, call.q, call.k, call.v, saved.out, saved.lse
         carried = DELTAS[name](*tensors, spec=call.spec, head_ids=head_ids, into=into)
         state.launches["backward", name] += 1
-    if plan.compensated and shares_backward:
+    if plan.compensated and ran.shares_backward:
         into = None if carried is saved.out else carried
         carried = dispatch.carry_compensated_delta(
             d_out, saved.out, saved.residual, head_ids=plan.compensated, into=into

@@ -179,8 +179,11 @@ def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
 
     With `by_op` a mode got the op in the forward, so the backward goes through the op too.
     """
-    if private.num_dispatch_modes() > 0 and (by_op or is_traced() or _is_selective()):
-        return False
+    if private.num_dispatch_modes() > 0:
+        kinds = {type(mode).__module__ for mode in private.dispatch_modes()}
+        # A checkpoint by a policy records a forward, or repeats it.
+        if by_op or is_traced() or "torch.utils.checkpoint" in kinds:
+            return False
     for x in tensors:  # no generator: that would take as long as all else
         if type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda):
             return False
@@ -190,23 +193,13 @@ def is_direct(*tensors: Tensor, by_op: bool = False) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_selective() -> bool:
-    """Whether a checkpoint by a policy records a forward, or repeats it."""
-    modes = private.dispatch_modes()
-    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
-
-
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Runs a call, through the op if a compiler, a mode or a subclass sees it; out and lse."""
     if not call.traced and is_direct(call.q, call.k, call.v) and not is_traced():
         out, lse, *_ = _differentiable(call)
     else:
-        out, lse, *_ = _op_of(call)(*_arguments_of(call))
+        out, lse, *_ = _by_op(call)
     return out, lse
-
-
-def _op_of(call: Call) -> Any:
-    return _with_dropout if call.spec.dropout_p > 0 else _without_dropout
 
 
 # --- a call to arguments of the op, and back -----------------------------------------------------
@@ -228,8 +221,9 @@ def _numbers_of(call: Call) -> _Numbers:
     return _Numbers(*longest, *asked, *of_engine, call.native, call.wants_mask, call.traced)
 
 
-def _arguments_of(call: Call) -> tuple[Any, ...]:
-    return (*_tensors_of(call, call.site), *_numbers_of(call), *call[-len(_OF_FORWARD) :])
+def _by_op(call: Call) -> Any:
+    op = _with_dropout if call.spec.dropout_p > 0 else _without_dropout
+    return op(*_tensors_of(call, call.site), *_numbers_of(call), *call[-len(_OF_FORWARD) :])
 
 
 def _call_of(tensors: _Tensors, numbers: _Numbers, own: Sequence[Any] = ()) -> Call:
@@ -342,7 +336,8 @@ def _packed(
     """Packs what a forward returns, in the layouts that compiled graphs are promised."""
     number = _number_of_ran(ran)
     if residual is not None:
-        residual = laid_out_as(residual, call.q)
+        # An engine's is as O: its heads may be of another size.
+        residual = residual if ran.adds_residual else laid_out_as(residual, call.q)
     elif call.traced and call.keeps_residual:
         residual = torch.empty_like(call.q, dtype=torch.int8)
     else:
@@ -408,16 +403,12 @@ def _forward(call: Call) -> Saved:
     return _packed(call, found.out, found.lse.contiguous(), found.residual, found.ran, *drawn)
 
 
-def _has_original(call: Call) -> bool:
-    return call.native and call.library is None
-
-
 # Whatever kernel PyTorch chooses; the math kernel takes every call.
 _BY_PYTORCH = AutogradEngine(SDPBackend.MATH, is_forced=False)
 
 
 def _forward_by_pytorch(call: Call) -> Saved:
-    if not _has_original(call):
+    if not call.native or call.library is not None:  # it has no function of PyTorch's
         return _forward(call)
     q, k, v, spec = call.q, call.k, call.v, call.spec
     drawn = _empty_random(q, spec.dropout_p)
@@ -499,7 +490,7 @@ def _report(
 def _backward_by_pytorch(call: Call, d_out: Tensor, saved: Saved) -> Gradients:
     ran, inputs = ran_of(saved), inputs_of(call, saved.random, saved.generator_state)
     # Only GuardBit knows what its own forward dropped.
-    if not ran.by_pytorch and (not _has_original(call) or inputs.drawn is not None):
+    if not ran.by_pytorch and (not call.native or call.library or inputs.drawn is not None):
         return _computed_backward(call, d_out, saved, ran)
     return _gradients(call, _BY_PYTORCH.backward(inputs, d_out, saved.out, saved.lse))
 
@@ -607,7 +598,7 @@ def _below_autograd(call: Call, by_op: bool) -> Saved:
     with private.below_autograd():
         if not by_op or is_direct(call.q, call.k, call.v, by_op=True):
             return run_forward(call)
-        return Saved(*_op_of(call)(*_arguments_of(call)))
+        return Saved(*_by_op(call))
 
 
 def has_tangent(*tensors: Tensor) -> bool:

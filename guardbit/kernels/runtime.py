@@ -121,7 +121,8 @@ class SiteState:
     # Called once in every backward of the site, or None. It must not raise.
     observer: Callable[[AttentionCall], None] | None = None
     # How often each kernel ran, by (direction, kernel): the proof of a switch. Our kernels have the
-    # names of `STABILIZERS`, others their engine's name; "triton" counts how often ours ran there.
+    # names of `STABILIZERS`, others their engine's name; "triton" counts how often ours ran there,
+    # "residual" how often an engine added what rounding had taken from O.
     # Calls that were left to PyTorch's function, see `is_idle`, are not counted.
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     # One name per head, as the last call asked for; empty before the first.

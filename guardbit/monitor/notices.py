@@ -257,8 +257,10 @@ class Notices:
         new, self._told_proofs = proofs()[self._told_proofs :], len(proofs())
         for proof in new:
             # Other lengths have other proofs in the same words.
-            if proof.failure and ranks.rank() == 0 and self.first(str(proof)):
-                log.warning("an attention kernel cannot be given an exact delta: %s", proof)
+            why = proof.failure or proof.no_residual
+            if why and ranks.rank() == 0 and self.first(str(proof)):
+                lacks = "be given an exact delta" if proof.failure else "store what it rounds"
+                log.warning("an attention kernel cannot %s: %s", lacks, proof)
 
     def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Says, once, that attention's delta is not rounded, if it runs like that."""

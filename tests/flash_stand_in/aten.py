@@ -15,10 +15,8 @@ def aten_kernels():
         seqused_k=None, alibi_slopes=None, **others,
     ):  # fmt: skip
         assert dropout_p == 0 and max_q >= cum_seq_q.diff().max() and seqused_k is None
-        asked = Asked(
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            is_causal, window_size_left, window_size_right,
-        )  # fmt: skip
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        asked = Asked(scale, is_causal, window_size_left, window_size_right)
         out, lse, state = forward(query, key, value, cum_seq_q, cum_seq_k, asked)
         return out, lse, state.view(torch.uint64), query.new_empty(0), query.new_empty(0)
 
@@ -28,10 +26,8 @@ def aten_kernels():
         window_size_right=None,
     ):  # fmt: skip
         assert logsumexp.shape == (query.shape[1], len(query))
-        asked = Asked(
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            is_causal, window_size_left, window_size_right,
-        )  # fmt: skip
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        asked = Asked(scale, is_causal, window_size_left, window_size_right)
         starts = cum_seq_q, cum_seq_k
         return backward(grad_out, query, key, value, out, logsumexp, *starts, asked)[:3]
 

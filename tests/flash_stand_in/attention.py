@@ -11,8 +11,8 @@ class Asked(NamedTuple):
     left: int = -1
     right: int = -1
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
     dropout_p: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 def _kept(shape, p, state):

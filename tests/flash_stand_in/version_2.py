@@ -15,15 +15,9 @@ def _forward_2(
     causal: bool, window_size_left: int, window_size_right: int, softcap: float,
     alibi_slopes: torch.Tensor | None, return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    out, lse, state = forward(q, k, v, None, None, asked._replace(dropout_p=dropout_p))
+    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap, dropout_p)
+    out, lse, state = forward(q, k, v, None, None, asked)
     return out, lse, q.new_empty(0), state
-
-
-@_forward_2.register_fake
-def _(q, k, *others):
-    lse = q.new_empty((len(q), q.shape[2], q.shape[1]), dtype=torch.float32)
-    return torch.empty_like(q), lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::_flash_attn_varlen_forward", mutates_args=())
@@ -34,15 +28,15 @@ def _varlen_forward_2(
     softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, return_softmax: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    asked = asked._replace(dropout_p=dropout_p)
+    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap, dropout_p)
     out, lse, state = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
     return out, lse, q.new_empty(0), state
 
 
+@_forward_2.register_fake
 @_varlen_forward_2.register_fake
-def _(q, k, *others):
-    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+def _(q, *others):
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     return torch.empty_like(q), lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
 
 
@@ -54,8 +48,7 @@ def _backward_2(
     window_size_left: int, window_size_right: int, softcap: float,
     alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    asked = asked._replace(dropout_p=dropout_p)
+    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap, dropout_p)
     found = backward(dout, q, k, v, out, softmax_lse, None, None, asked, rng_state)
     for given, gradient in zip((dq, dk, dv), found, strict=False):
         given.copy_(gradient)
@@ -74,8 +67,7 @@ def _varlen_backward_2(
     alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap)
-    asked = asked._replace(dropout_p=dropout_p)
+    asked = Asked(softmax_scale, causal, window_size_left, window_size_right, softcap, dropout_p)
     starts = cu_seqlens_q, cu_seqlens_k
     found = backward(dout, q, k, v, out, softmax_lse, *starts, asked, rng_state)
     for given, gradient in zip((dq, dk, dv), found, strict=False):
@@ -98,9 +90,7 @@ class _Attention2(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         ctx.lengths = packed[2:]
         ctx.settings = dropout_p, scale, causal, *window, softcap, None
-        forward = ops._wrapped_flash_attn_forward
-        if packed:
-            forward = ops._wrapped_flash_attn_varlen_forward
+        forward = getattr(ops, f"_wrapped_flash_attn_{'varlen_' if packed else ''}forward")
         out, lse, _, state = forward(q, k, v, *packed, *ctx.settings, False)
         ctx.save_for_backward(q, k, v, out, lse, state, *packed[:2])
         ctx.deterministic = deterministic
@@ -112,9 +102,7 @@ class _Attention2(torch.autograd.Function):
         ops = sys.modules["flash_attn.flash_attn_interface"]
         q, k, v, out, lse, state, *starts = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in (q, k, v)]
-        backward = ops._wrapped_flash_attn_backward
-        if starts:
-            backward = ops._wrapped_flash_attn_varlen_backward
+        backward = getattr(ops, f"_wrapped_flash_attn_{'varlen_' if starts else ''}backward")
         backward(
             d_out, q, k, v, out, lse, *gradients, *starts, *ctx.lengths, *ctx.settings,
             ctx.deterministic, state,

@@ -101,22 +101,28 @@ def forward_4(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
     max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, causal=False, softcap=None,
     window_size_left=None, window_size_right=None, learnable_sink=None, num_splits=1,
-    pack_gqa=None, return_lse=False,
+    pack_gqa=None, return_lse=False, **to_come,
 ):  # fmt: skip
     left, right = (-1 if n is None else n for n in (window_size_left, window_size_right))
-    asked = Asked(softmax_scale, causal, left, right, softcap or 0.0, learnable_sink)
+    asked = Asked(softmax_scale, causal, left, right, softcap or 0.0, sinks=learnable_sink)
     out, lse, _ = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, asked)
-    return out, lse if return_lse else None, None, None
+    o_lo = None
+    if to_come.get("return_o_lo"):
+        wide = [x.float() for x in (q, k, v)]
+        o_lo = (forward(*wide, cu_seqlens_q, cu_seqlens_k, asked)[0] - out.float()).to(out.dtype)
+    return out, lse if return_lse else None, None, None, o_lo
 
 
 def backward_4(
     q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
     window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
     max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
-    dlse=None, learnable_sink=None,
+    dlse=None, learnable_sink=None, **to_come,
 ):  # fmt: skip
+    if to_come.get("o_lo") is not None:
+        out = out.float() + to_come["o_lo"].float()
     left, right = (-1 if n is None else n for n in (window_size_left, window_size_right))
-    asked = Asked(softmax_scale, causal, left, right, softcap, learnable_sink)
+    asked = Asked(softmax_scale, causal, left, right, softcap, sinks=learnable_sink)
     *found, d_sinks = backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, asked)
     if dq is not None:
         for given, gradient in zip((dq, dk, dv), found, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
+from guardbit.kernels.heads import shift_keys, shift_of_lse
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make, relative, sink
 from tests.oracle import attend
@@ -43,11 +43,11 @@ def test_other_heads_keep_their_bits(heads):
 def test_a_group_of_query_heads_shares_its_centred_key_head():
     k = torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0)) + 4
     names = tuple("centered_keys" if head in (1, 5) else "none" for head in range(6))
-    keys = shift_keys(k, names)
-    assert keys.shift is not None and keys.shift.any(-1)[0, :, 0].tolist() == [True, False, True]
-    torch.testing.assert_close(keys.k[:, [0, 2]], k[:, [0, 2]] - k[:, [0, 2]].mean(2, keepdim=True))
-    assert torch.equal(keys.k[:, 1], k[:, 1])
-    assert keys.k.stride() == k.stride()
+    keys, shift = shift_keys(k, names)
+    assert shift is not None and shift.any(-1)[0, :, 0].tolist() == [True, False, True]
+    torch.testing.assert_close(keys[:, [0, 2]], k[:, [0, 2]] - k[:, [0, 2]].mean(2, keepdim=True))
+    assert torch.equal(keys[:, 1], k[:, 1])
+    assert keys.stride() == k.stride()
 
 
 def test_a_key_head_is_centered_once_whichever_of_its_query_heads_ask():
@@ -55,18 +55,18 @@ def test_a_key_head_is_centered_once_whichever_of_its_query_heads_ask():
     q = torch.randn(2, 4, 7, 16, generator=generator)
     k = torch.randn(2, 2, 7, 16, generator=generator) + 4
     for names in (("centered_keys", "none"), ("centered_keys", "centered_keys")):
-        keys = shift_keys(k, (*names, "none", "none"))
-        torch.testing.assert_close(keys.k[:, 0], k[:, 0] - k[:, 0].mean(1, keepdim=True))
-        assert torch.equal(keys.k[:, 1], k[:, 1])
-        before, after = (attend(q, x, x, AttentionSpec(0.25)).lse for x in (k, keys.k))
-        moved = shift_of_lse(q, keys.shift, 0.25).double()
+        keys, shift = shift_keys(k, (*names, "none", "none"))
+        torch.testing.assert_close(keys[:, 0], k[:, 0] - k[:, 0].mean(1, keepdim=True))
+        assert torch.equal(keys[:, 1], k[:, 1])
+        before, after = (attend(q, x, x, AttentionSpec(0.25)).lse for x in (k, keys))
+        moved = shift_of_lse(q, shift, 0.25).double()
         torch.testing.assert_close(moved, before - after, rtol=1e-5, atol=1e-5)
 
 
 def test_a_key_that_is_not_finite_spoils_no_others():
     k = torch.randn(1, 1, 5, 16, generator=torch.Generator().manual_seed(0))
     k[0, 0, 4, 3] = torch.inf
-    centered = shift_keys(k, ("centered_keys",)).k
+    centered = shift_keys(k, ("centered_keys",))[0]
     assert centered[..., :4, :].isfinite().all()
     assert centered[0, 0, 4, 3] == torch.inf
 

@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
     spec: AttentionSpec
     drawn: Drawn | None = None  # None without dropout
     wants_mask: bool = False  # whether the gradient of an additive mask is asked for
+    residual: Tensor | None = None  # what a backward adds to O for delta
 
 
 class Engine(ABC):
@@ -67,6 +68,10 @@ class Engine(ABC):
     @abstractmethod
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Computes the gradients."""
+
+    def forward_with_residual(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Computes out, lse and what rounding took from out; None if the kernels keep none."""
+        return None
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
         """Returns `out`, or a copy, in the one layout that the backward can read."""

@@ -113,7 +113,7 @@ class Varlen(LibraryEngine):
         return heads_first(out, layout), lse.unsqueeze(0)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         tensors = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
         gradients = self._run_backward(spec, philox, *tensors, lse.squeeze(0))
@@ -167,8 +167,7 @@ def varlen_runs_on_cudnn(
         if scale is not None and not scale > 0:
             raise RuntimeError("it takes scales above 0 only")
         given = query, key, value, cu_seq_q, cu_seq_k, max_q, window
-        chosen = private.varlen_choice(*given, num_splits=num_splits)
-        return chosen == _CUDNN
+        return private.varlen_choice(*given, num_splits=num_splits) == _CUDNN
     if private.RELEASE >= (2, 14):
         given = query, key, value, max_q, window
         chosen = private.varlen_choice(*given, enable_gqa, num_splits=num_splits)
@@ -210,38 +209,40 @@ class _FlashAttn(LibraryEngine):
         return super().why_missing(is_packed)
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, drawn, _ = inputs
-        layout = self.layout(spec)
-        q, k, v = (as_given(x, layout) for x in (q, k, v))
+        out, lse, *rest = self.run_forward(inputs)
+        if inputs.drawn is not None:
+            inputs.drawn.philox.copy_(rest[-1].view(torch.int64))
+        return out, lse
+
+    def run_forward(self, inputs: Inputs, **more: Any) -> tuple[Tensor, ...]:
+        spec, layout = inputs.spec, self.layout(inputs.spec)
+        q, k, v = (as_given(x, layout) for x in inputs[:3])
         function = self.functions(spec.documents is not None)[0]
-        out, lse, *rest = call_library(function, q=q, k=k, v=v, **self.arguments(spec))
-        if drawn is not None:
-            drawn.philox.copy_(rest[-1].view(torch.int64))
-        return heads_first(out, layout), lse if spec.documents is None else lse.unsqueeze(0)
+        out, lse, *rest = call_library(function, q=q, k=k, v=v, **self.arguments(spec), **more)
+        return heads_first(out, layout), lse if spec.documents is None else lse.unsqueeze(0), *rest
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, _, residual = inputs
         d_out, q, k, v, out = (as_given(x, self.layout(spec)) for x in (d_out, q, k, v, out))
         lse = lse if spec.documents is None else lse.squeeze(0)
-        layout = torch.contiguous_format
-        dq, dk, dv = (torch.empty_like(x, memory_format=layout) for x in (q, k, v))
+        given = {"dout": d_out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "lse": lse}
+        made = {
+            f"d{name}": torch.empty_like(given[name], memory_format=torch.contiguous_format)
+            for name in "qkv"
+        }
+        function = self.functions(spec.documents is not None)[1]
+        if residual is not None and "o_lo" not in parameters(function):
+            raise RuntimeError(f"{self.label} no longer takes what rounding took from O")
         returned = call_library(
-            self.functions(spec.documents is not None)[1],
-            dout=d_out,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse,
-            lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            function,
             deterministic=self.deterministic,
             rng_state=philox_of(drawn, q.device),
+            o_lo=None if residual is None else as_given(residual, self.layout(spec)),
+            **given,
+            **made,
             **self.arguments(spec),
         )
-        gradients = (heads_first(x, self.layout(spec)) for x in (dq, dk, dv))
+        gradients = (heads_first(x, self.layout(spec)) for x in made.values())
         return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
 
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
@@ -297,6 +298,13 @@ class FlashAttn4(_FlashAttn):
             "learnable_sink": spec.sinks,
             "return_lse": True,
         }
+
+    def forward_with_residual(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        forward, backward = map(parameters, self.functions(False))
+        if "return_o_lo" not in forward or "o_lo" not in backward:  # in releases to come, maybe
+            return None
+        out, lse, *_, residual = self.run_forward(inputs, return_o_lo=True)
+        return out, lse, heads_first(residual, self.layout(inputs.spec))
 
 
 class TransformerEngine(_FlashAttn):

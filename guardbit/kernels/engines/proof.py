@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from guardbit import private
 from guardbit.guard import apart
 from guardbit.kernels.engines.base import Engine, Inputs
-from guardbit.kernels.reference import write_carrier
+from guardbit.kernels.reference import float_carrier, write_carrier
 from guardbit.kernels.reference.common import cap_slope, float32_products
 from guardbit.kernels.reference.delta import recomputed
 from guardbit.kernels.spec import AttentionSpec, Documents
@@ -48,9 +48,12 @@ class Proof(NamedTuple):
     predicted: float  # relative distance from theory of what another delta changes
     failure: str  # why the engine must get no O', or ""
     lacked_memory: bool = False  # so the test says nothing
+    # Why the residual that its forward stores is not used, or ""; None if it stores none.
+    no_residual: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.engine} ({self.configuration}): {self.failure or 'trusted'}"
+        no_residual = f"; not its residual: {self.no_residual}" if self.no_residual else ""
+        return f"{self.engine} ({self.configuration}): {self.failure or 'trusted'}{no_residual}"
 
 
 _proofs: dict[tuple[object, ...], Proof] = {}
@@ -72,12 +75,15 @@ def proof_of(
         spec.window[0] < 0, spec.window[1] < 0, spec.extras,
         _activated(),
     )  # fmt: skip
-    proof = _proofs.get(key)
-    if proof is None:
-        with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
-            proof = _prove(engine, q, k, v, spec, wants_mask)
-        if not proof.lacked_memory:  # which may be there at the next call
-            _proofs[key] = proof
+    known = _proofs.get(key)
+    if known is not None and not known.lacked_memory:  # which may be there at the next call
+        return known
+    with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
+        proof = _prove(engine, q, k, v, spec, wants_mask)
+    if known is not None:  # a recomputed forward must save what the first one saved
+        proof = proof._replace(no_residual=None)
+        del _proofs[key]  # so that it comes last
+    _proofs[key] = proof
     return proof
 
 
@@ -87,7 +93,7 @@ def _activated() -> str | None:
 
 
 def proofs() -> list[Proof]:
-    return list(_proofs.values())
+    return [proof for proof in _proofs.values() if not proof.lacked_memory]
 
 
 @lru_cache(maxsize=1024)
@@ -119,7 +125,7 @@ def _prove(
             why = "PyTorch pads its heads and gives no access to its backward"
         return Proof(engine.name, configuration, math.nan, math.nan, why)
     try:
-        same, predicted = apart(partial(_measured, engine, q, k, v, spec, wants_mask))
+        same, predicted, why = apart(partial(_measured, engine, q, k, v, spec, wants_mask))
     except Exception as error:
         lacked_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         failure = f"it failed: {error}"
@@ -129,12 +135,12 @@ def _prove(
         failure = f"two outputs of equal delta give gradients that differ by {same:.1e}"
     elif not predicted <= AS_PREDICTED:
         failure = f"another delta changes gradients otherwise than by theory, by {predicted:.1e}"
-    return Proof(engine.name, configuration, same, predicted, failure)
+    return Proof(engine.name, configuration, same, predicted, failure, no_residual=why)
 
 
 def _measured(
     engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
-) -> tuple[float, float]:
+) -> tuple[float, float, str | None]:
     generator = torch.Generator(q.device).manual_seed(0)
     group = q.size(1) // k.size(1)
 
@@ -171,13 +177,12 @@ def _measured(
     out, lse = engine.forward(inputs, training=True)
     assert lse is not None
     lse = lse.reshape(1, heads, -1)[..., :rows]
-    d_out = torch.randn(
-        out.shape, generator=generator, device=q.device, dtype=torch.float32
-    ).to(q.dtype)  # fmt: skip
+    d_out = torch.randn(out.shape, generator=generator, device=q.device, dtype=torch.float32)
     d_out = torch.empty_like(out).copy_(d_out)
 
-    def gradients(other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = engine.backward(inputs, d_out, engine.laid_out(other, small_q), lse)
+    def gradients(other: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        given = inputs._replace(residual=residual)
+        found = engine.backward(given, d_out, engine.laid_out(other, small_q), lse)
         return found.dq.float(), found.dk.float(), found.dv.float()
 
     def carrier(delta: Tensor) -> Tensor:
@@ -185,13 +190,18 @@ def _measured(
         write_carrier(made, d_out, delta, range(heads))
         return made
 
+    def furthest(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+        return max(_relative(a - b, b) for a, b in zip(found, expected, strict=True))
+
     delta = (d_out.float() * out.float()).sum(-1)
     signs = 1 - 2 * (torch.arange(rows, device=q.device) % 2)
-    moved = torch.zeros_like(delta)
+    moved, lost = torch.zeros_like(delta), -out.float()
     dq, dk = (torch.zeros_like(x, dtype=torch.float32) for x in (small_q, small_k))
     for terms in recomputed(d_out, small_q, small_k, small_v, small, range(heads), rows, lse):
         step = terms.d_probabilities.square().mean(-1).sqrt() * signs
         moved[:, terms.places] = step
+        v_seen = small_v[:, terms.key_head, None, terms.keys].float()
+        lost[:, terms.places] += (terms.probabilities / terms.row_sum) @ v_seen
         d_scores = (terms.probabilities * (step[..., None] * -spec.scale)).float()
         if spec.softcap:
             d_scores *= cap_slope(terms.products, spec.softcap)
@@ -202,13 +212,45 @@ def _measured(
     own = gradients(out)
     equal = gradients(carrier(delta))
     other = gradients(carrier(delta + moved))
-    same = max(_relative(a - b, b) for a, b in zip(equal, own, strict=True))
+    same = furthest(equal, own)
     predicted = max(
         _relative(other[0] - own[0] - dq, dq),
         _relative(other[1] - own[1] - dk, dk),
         _relative(other[2] - own[2], own[2]),
     )
-    return same, predicted
+    try:
+        if (found := engine.forward_with_residual(inputs)) is None:
+            return same, predicted, None
+        # The call itself, too: kernels may choose other tiles by its size.
+        if why := _wrong_forward(engine, inputs) or _wrong_forward(engine, Inputs(q, k, v, spec)):
+            return same, predicted, why
+        by_residual = gradients(out, float_carrier(d_out, moved).to(out.dtype))
+        by_none = gradients(out, torch.zeros_like(out))  # as in heads that are not switched
+    except Exception as error:
+        return same, predicted, f"it failed: {error}"
+    changed, unlike = furthest(by_none, own), furthest(by_residual, other)
+    # What rounding P did to O is in `lost`, too, but not in step with the residual.
+    share = ((found[2] * lost).sum() / found[2].float().square().sum()).item()
+    if not (changed <= (0 if engine.deterministic else SAME) and unlike <= SAME):
+        why = f"gradients differ by {changed:.1e} if it is 0, by {unlike:.1e} if it is not"
+    elif not abs(share - 1) <= AS_PREDICTED:
+        why = f"O lost {share:.2f} of it"
+    return same, predicted, why
+
+
+def _wrong_forward(engine: Engine, inputs: Inputs) -> str:
+    """Says what is wrong with a forward that stores the residual, or ""."""
+    documents = inputs.spec.documents
+    # Behind the last document kernels write nothing.
+    end = inputs.q.size(2) if documents is None else int(documents.cu_queries[-1])
+    plain: Any = engine.forward(inputs, training=True)
+    kept: Any = engine.forward_with_residual(inputs)
+    out, lse, out_again, lse_again, residual = (x[:, :, :end] for x in (*plain, *kept))
+    if not (torch.equal(out_again, out) and torch.equal(lse_again, lse)):
+        return "O or LSE change where it is stored"
+    is_alike, form = residual.shape == out.shape, torch.finfo(residual.dtype)
+    most = out.abs() * (form.eps / 2) + form.tiny * form.eps
+    return "" if is_alike and (residual.abs() <= most).all() else "it is more than rounding takes"
 
 
 def _corner_of_mask(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None:
@@ -216,8 +258,7 @@ def _corner_of_mask(mask: Tensor | None, heads: int, rows: int, keys: int) -> Te
     if mask is None:
         return None
     sizes = (1, heads, rows, keys)[4 - mask.dim() :]
-    cut = mask.detach()[tuple(slice(0, n) if m > 1 else slice(None)
-                              for n, m in zip(sizes, mask.shape, strict=True))].clone()  # fmt: skip
+    cut = mask.detach()[tuple(map(slice, sizes))].clone()  # an axis of size 1 keeps it
     if mask.dtype == torch.bool:
         cut[..., 0] = True
     else:

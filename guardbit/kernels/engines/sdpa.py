@@ -46,14 +46,14 @@ class CPUFlash(Engine):
     backend = SDPBackend.FLASH_ATTENTION
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, _, _ = inputs
+        q, k, v, spec, *_ = inputs
         return private.cpu_flash_ops[0](
             q, k, v, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
         )  # fmt: skip
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, _, _ = inputs
+        q, k, v, spec, *_ = inputs
         return Gradients(*private.cpu_flash_ops[1](
             d_out, q, k, v, out, lse, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
@@ -64,7 +64,7 @@ class Flash(Engine):
     backend = SDPBackend.FLASH_ATTENTION
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         out, lse, _, _, _, _, seed, offset, _ = private.flash_ops[0](
             q, k, v, spec.dropout_p, spec.causal is not False, False, scale=spec.scale
         )
@@ -72,7 +72,7 @@ class Flash(Engine):
         return out, lse
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         philox = philox_of(drawn, q.device).view(torch.uint64)
         return Gradients(*private.flash_ops[1](
             d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), spec.dropout_p,
@@ -86,7 +86,7 @@ class CuDNN(Engine):
     backend = SDPBackend.CUDNN_ATTENTION
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         out, lse, _, _, _, _, seed, offset, _ = private.cudnn_ops[0](
             q, k, v, additive(spec.mask, q.dtype, _HIDDEN), training, spec.dropout_p,
             spec.causal is not False, False, scale=spec.scale,
@@ -95,7 +95,7 @@ class CuDNN(Engine):
         return out, lse
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         seed, offset = seed_and_offset(drawn, q.device)
         return Gradients(*private.cudnn_ops[1](
             d_out, q, k, v, out, lse.unsqueeze(-1), seed, offset,
@@ -114,7 +114,7 @@ class Efficient(Engine):
     backend = SDPBackend.EFFICIENT_ATTENTION
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         out, lse, seed, offset = private.efficient_ops[0](
             q, k, v, _prepared(spec.mask, q, k), training, spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
@@ -123,7 +123,7 @@ class Efficient(Engine):
         return out, lse
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, spec, drawn, wants_mask = inputs
+        q, k, v, spec, drawn, wants_mask, _ = inputs
         if drawn is not None and not torch.cuda.is_current_stream_capturing():
             seed, offset = drawn.generator_state.view(torch.int64).unbind()
         else:
@@ -134,10 +134,8 @@ class Efficient(Engine):
             spec.dropout_p, [True, True, True, wants_mask], spec.causal is not False,
             scale=spec.scale,
         )  # fmt: skip
-        if not wants_mask:
-            return Gradients(dq, dk, dv)
-        assert spec.mask is not None
-        return Gradients(dq, dk, dv, d_mask.sum_to_size(spec.mask.shape))
+        mask = spec.mask if wants_mask else None
+        return Gradients(dq, dk, dv, None if mask is None else d_mask.sum_to_size(mask.shape))
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
         """Lays the heads out side by side in each row, as the backward assumes."""
@@ -166,7 +164,7 @@ class AutogradEngine(Engine):
         self._is_forced = is_forced
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, spec, drawn, _ = inputs
+        q, k, v, spec, drawn, *_ = inputs
         if drawn is not None:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -184,16 +182,12 @@ class AutogradEngine(Engine):
         self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor, create_graph: bool = False
     ) -> Gradients:
         """With `create_graph` the gradients of the math kernel can be differentiated."""
-        q, k, v, spec, drawn, wants_mask = inputs
-
-        def leaf(x: Tensor) -> Tensor:
-            return x if create_graph and x.requires_grad else x.detach().requires_grad_()
-
-        leaves = [leaf(q), leaf(k), leaf(v)]
-        if wants_mask:
-            assert spec.mask is not None
-            leaves.append(leaf(spec.mask))
-            spec = replace(spec, mask=leaves[3])
+        q, k, v, spec, drawn, wants_mask, _ = inputs
+        given = (q, k, v, spec.mask) if wants_mask and spec.mask is not None else (q, k, v)
+        leaves = [
+            x if create_graph and x.requires_grad else x.detach().requires_grad_() for x in given
+        ]
+        spec = replace(spec, mask=leaves[3]) if wants_mask else spec
         with torch.enable_grad(), drawing_again(q.device, drawn):
             out = self.compute(leaves[0], leaves[1], leaves[2], spec)
         return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))

@@ -96,7 +96,7 @@ def recomputed(
     d_out, q = (in_documents(x, of_queries) for x in (d_out, q))
     k, v = (in_documents(x, of_keys) for x in (k, v))
     shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
-    group = q.shape[1] // k.shape[1]
+    group, dtype = q.shape[1] // k.shape[1], _dtype_of_sums(q)
     row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
     visible = visible_range(spec, shape, q.device)
     spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
@@ -104,14 +104,10 @@ def recomputed(
         places = [place for place, head in enumerate(head_ids) if head // group == key_head]
         chosen = [head_ids[place] for place in places]
         members = torch.tensor(chosen, dtype=torch.int64, device=q.device)
-        k_wide, v_wide = (x[:, key_head, None].to(_dtype_of_sums(q)) for x in (k, v))
-        sinks = (
-            None if spec.sinks is None else spec.sinks[members, None, None].to(_dtype_of_sums(q))
-        )
+        k_wide, v_wide = (x[:, key_head, None].to(dtype) for x in (k, v))
+        sinks = None if spec.sinks is None else spec.sinks[members, None, None].to(dtype)
         for rows, keys in spans:
-            q_rows, d_out_rows = (
-                x[:, :, rows][:, members].to(_dtype_of_sums(q)) for x in (q, d_out)
-            )
+            q_rows, d_out_rows = (x[:, :, rows][:, members].to(dtype) for x in (q, d_out))
             tile = members, row_positions[rows], key_positions[keys]
             products = (q_rows @ k_wide[:, :, keys].mT).mul_(spec.scale)
             plain = capped(products, spec.softcap)
@@ -121,7 +117,7 @@ def recomputed(
                 reference = scores.amax(-1, keepdim=True)
                 reference = reference if sinks is None else reference.maximum(sinks)
             else:
-                reference = lse[:, :, rows][:, members, :, None].to(_dtype_of_sums(q))
+                reference = lse[:, :, rows][:, members, :, None].to(dtype)
             # In a row that sees no key all scores are -inf.
             reference = reference.masked_fill(reference.isinf(), 0.0)
             probabilities = scores.sub_(reference).exp_()
@@ -202,7 +198,9 @@ def carry_compensated_delta(
     """Makes an O' that carries rowsum(dO (O + residual)) in some heads."""
     index = torch.tensor(list(head_ids), dtype=torch.int64, device=out.device)
     rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
-    delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
+    if lost.dtype == torch.int8:
+        lost = decode_residual(rounded, lost)
+    delta = (gradients.float() * (rounded.float() + lost.float())).sum(-1)
     carried = torch.empty_like(out).copy_(out) if into is None else into
     write_carrier(carried, d_out, delta, head_ids)
     return carried

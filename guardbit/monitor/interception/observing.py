@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guardbit import guard
-from guardbit.kernels.key_shifts import CENTERED, shift_keys
+from guardbit.kernels.heads import CENTERED, shift_keys
 from guardbit.kernels.runtime import is_recomputing, number_of, runtime
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.entry_points.base import heads_of, is_empty, why_call, why_groups
@@ -121,7 +121,7 @@ class _Shifted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, names: tuple[str, ...]) -> Tensor:
-        return shift_keys(k, names).k
+        return shift_keys(k, names)[0]
 
     @staticmethod
     @guard.function(report, otherwise=gradient_as_it_came)

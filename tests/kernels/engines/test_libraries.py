@@ -4,21 +4,25 @@ The libraries are stood in for by `tests.flash_stand_in`; the truth is FP64, doc
 """
 
 import functools
+import math
 import sys
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.utils.checkpoint import checkpoint
 
 from guardbit import private
-from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine, proof
+from guardbit.kernels.engines import LIBRARIES, Inputs, libraries, library_engine, proof
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.kernels.tensors import as_given
 from guardbit.monitor.interception.entry_points.libraries import VARLEN
 from tests import flash_stand_in
+from tests.flash_stand_in.versions_3_and_4 import backward_4, forward_4
 from tests.kernels.exact_delta_cases import relative
 from tests.kernels.tensors import library_inputs
 from tests.oracle import dense, packed
@@ -38,7 +42,7 @@ OTHERS = [60, 1, 0, 150, 9]
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch):
+def stand_ins(monkeypatch):
     take_back = flash_stand_in.install(monkeypatch)
     yield
     take_back()
@@ -68,6 +72,7 @@ CASES = {
     ),
 }  # fmt: skip
 WHO = [(name, engine) for name, (*_, who) in CASES.items() for engine in who]
+WITH_RESIDUAL = [(name, f"{who} with residual") for name, who in WHO if who == "flash_attn_4"]
 
 
 def tensors(spec, kv_heads, width=32):
@@ -84,10 +89,13 @@ def run(engine, spec, inputs, site):
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-@pytest.mark.parametrize(("case", "engine"), WHO)
+@pytest.mark.parametrize(("case", "engine"), WHO + WITH_RESIDUAL)
 def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(
-    case, engine, site, state
+    case, engine, site, state, request
 ):
+    engine, *residual = engine.split(" with ")
+    for name in residual:
+        request.getfixturevalue(name)
     spec, kv_heads, _ = CASES[case]
     inputs = tensors(spec, kv_heads)
     exact = dense(*inputs, spec)
@@ -98,6 +106,7 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
     assert state.launches["backward", engine] == state.launches["forward", engine] == 2
+    assert state.launches["backward", "residual"] == len(residual)
     found_so = proof.proof_of(library_engine(engine, False), *inputs[1:], spec, False)
     assert all(field in found_so.configuration for field in spec.extras)
     assert torch.equal(found[0], native[0])
@@ -107,12 +116,101 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(
     assert relative(own, exact.dq[:, 1:3]) < relative(others, exact.dq[:, 1:3])
     # dS and dQ are rounded to BF16, by 0.166 % each in the mean square.
     assert relative(own, exact.dq[:, 1:3]) < 4e-3
+    state.observer = lambda call: None  # which makes O' of the residual
+    assert all(map(torch.equal, run(engine, spec, inputs, site), found))
     if spec.sinks is not None:
         # It sums all rows: what rounding O takes from delta does not average out.
         miss = (found[4].double() - exact.d_sinks).abs()[1:3]
         # The library rounds to the sinks' own format.
         step = exact.d_sinks.abs()[1:3] * (2**-8 if spec.sinks.dtype == torch.bfloat16 else 1e-5)
         assert (miss <= step + 1e-5).all()
+
+
+@pytest.fixture
+def residual(monkeypatch):
+    """FlashAttention 4 as it may become, with what rounding took from O; ends that if called."""
+    known, more = libraries.parameters, {"return_o_lo": True, "o_lo": True}
+    monkeypatch.setattr(libraries, "parameters", lambda function: {**known(function), **more})
+    monkeypatch.setattr(proof, "_proofs", {})
+    return lambda: monkeypatch.setattr(libraries, "parameters", known)
+
+
+#: What is spoiled of results, or in the backward, from a batch of which size on; and what is said.
+SPOILED = [
+    (0, 1.01, 1, "O or LSE change"), (0, 1.01, 2, "O or LSE change"),
+    (-1, 0.0, 1, "O lost nan of it"), (-1, 0.5, 1, "O lost 2.00 of it"),
+    (-1, 2.0, 1, "more than rounding takes"), (-1, math.nan, 2, "more than rounding takes"),
+    ("o_lo", 2.0, 1, "gradients differ by 0.0e+00 if it is 0"), ("o_lo", "fails", 1, "it failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "factor", "size", "why"), SPOILED)
+def test_a_wrong_residual_is_not_used(place, factor, size, why, site, state, residual, monkeypatch):
+    @functools.wraps(forward_4)
+    def forward(q, *given, **options):
+        found = list(forward_4(q, *given, **options))
+        if "return_o_lo" in options and place != "o_lo" and len(q) >= size:
+            found[place] = found[place] * factor
+        return found
+
+    @functools.wraps(backward_4)
+    def backward(*given, o_lo=None, **options):
+        o_lo = o_lo * factor if o_lo is not None and place == "o_lo" else o_lo
+        return backward_4(*given, o_lo=o_lo, **options)
+
+    home = sys.modules["flash_attn.cute.interface"]
+    monkeypatch.setattr(home, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(home, "_flash_attn_bwd", backward)
+    spec = CASES["batch"][0]
+    inputs = tensors(spec, 2)
+    found = proof.proof_of(library_engine("flash_attn_4", False), *inputs[1:], spec, False)
+    assert not found.failure and why in found.no_residual and why in str(found)
+    state.switch(("exact_delta",) * 4)
+    run("flash_attn_4", spec, inputs, site)
+    assert {name for _, name in state.launches} == {"flash_attn_4", "exact_delta"}
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_an_option_may_go_before_the_backward(reentrant, stays, site, state, residual):
+    spec, engine = CASES["documents"][0], library_engine("flash_attn_4", False)
+    inputs = tensors(spec, 2)
+    state.switch(("none", "exact_delta", "exact_delta", "none"))
+    leaves = [x.clone().requires_grad_() for x in inputs[1:]]
+
+    def attend(*qkv):
+        return attention_at_site(*qkv, site, spec, engine)[0]
+
+    checkpointed = functools.partial(checkpoint, attend, use_reentrant=reentrant)
+    out = (attend if reentrant is None else checkpointed)(*leaves)
+    if not stays:
+        residual()
+    out.backward(inputs[0])
+    assert state.launches["backward", "residual"] == stays
+    # Without a checkpoint the residual is there, and nobody takes it.
+    assert (state.failure is None) == (stays or reentrant is not None)
+    expected = run("flash_attn_4", spec, inputs, site)[1:]
+    assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))
+
+
+def test_unswitched_compiled_and_evaluated_calls_keep_no_residual(site, state, residual):
+    spec, engine = CASES["batch"][0], library_engine("flash_attn_4", False)
+    d_out, *qkv = inputs = tensors(spec, 2)
+    keep = engine.forward_with_residual
+    with mock.patch.object(engine, "forward_with_residual", wraps=keep) as kept:
+        run("flash_attn_4", spec, inputs, site)
+        state.switch(("exact_delta",) * 4)
+        assert not kept.called
+        run("flash_attn_4", spec, inputs, site)
+        assert kept.called
+        kept.reset_mock()
+        with torch.inference_mode():
+            attention_at_site(*qkv, site, spec, engine)
+        compiled = torch.compile(
+            lambda *x: attention_at_site(*x, site, spec, engine)[0], backend="aot_eager"
+        )
+        compiled(*(x.clone().requires_grad_() for x in qkv)).backward(d_out)
+        assert state.launches["backward", "exact_delta"] == 1 and not kept.called
 
 
 def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, site, state):
