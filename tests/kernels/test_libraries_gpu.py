@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.attention import varlen
 
+from examples import fa4_residual
+from guardbit.kernels import engines
 from guardbit.kernels.engines import library_engine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
@@ -26,7 +28,7 @@ pytestmark = [
 
 
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"
-ENGINES = ("varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4")
+ENGINES = "varlen_attn", "flash_attn", "flash_attn_3", "flash_attn_4", "flash_attn_4 with residual"
 LENGTHS, OTHERS = [300, 1, 0, 129, 70], [310, 1, 0, 200, 70]
 SPECS = {
     "documents": lambda: AttentionSpec(0.125, True, documents=packed(LENGTHS, LENGTHS)),
@@ -61,12 +63,16 @@ def in_order():
 @pytest.mark.parametrize(("kv_heads", "width"), [(4, 64), (2, 128)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
-    engine, kv_heads, width, case, site, state, in_order
+    engine, kv_heads, width, case, site, state, in_order, monkeypatch
 ):
-    try:
-        importlib.import_module(library_engine(engine, True).home)
-    except ImportError as error:
-        pytest.skip(str(error))
+    engine, *residual = engine.split(" with ")
+    home = pytest.importorskip(library_engine(engine, True).home, exc_type=ImportError)
+    if residual:
+        if why := fa4_residual.why_not():
+            pytest.skip(why)
+        for name, function in fa4_residual.functions().items():
+            monkeypatch.setattr(home, name, function)
+        monkeypatch.setattr(engines.proof, "_proofs", {})
     if engine == "varlen_attn" and case not in PACKED:
         pytest.skip("it takes packed sequences only")
     if case == "sinks" and engine != "flash_attn_4":
@@ -80,6 +86,7 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     state.switch(("none", "exact_delta", "exact_delta", "none"))
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
+    assert state.launches["backward", "residual"] == len(residual), proof.no_residual
     assert torch.equal(found[0], native[0])
     assert torch.equal(found[1][:, [0, 3]], native[1][:, [0, 3]])
     after, before = (relative(x[1][:, 1:3], exact.dq[:, 1:3]) for x in (found, native))
