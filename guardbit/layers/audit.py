@@ -5,14 +5,15 @@ compares the backward with FP64 differences of its own forward.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again
+from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again, state_of
 from guardbit.layers.replay import is_freed
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
@@ -94,27 +95,32 @@ class Compared(NamedTuple):
 
 def compared(low: Tensor, high: Tensor) -> Compared:
     """Compares a tensor with its reference of the same shape."""
-    sums = torch.zeros(4, dtype=torch.float64, device=high.device)
+    return _statistics(_sums(low, high))
+
+
+def _sums(low: Tensor, high: Tensor) -> Tensor:
+    """FP64 `(4,)`: sums of e high, and of the squares of e, of e high, and of high."""
+    sums: list[Tensor] = []
     pieces = (tensor.reshape(-1).split(AT_ONCE) for tensor in (low, high))
     for some, exact in zip(*pieces, strict=True):
         exact = exact.double()
         error = some.double() - exact
         along = error * exact
-        squares = (each.square().sum() for each in (error, along, exact))
-        sums = sums + torch.stack([along.sum(), *squares])
-    gain, wrong, spread, size = sums
-    is_none = (size == 0) & (wrong == 0)
+        squares = (each.dot(each) for each in (error, along, exact))
+        sums.append(torch.stack([error.dot(exact), *squares]))
+    return sum(sums[1:], sums[0])
+
+
+def _statistics(sums: Tensor) -> Compared:
+    """What sums `(..., 4)` say."""
+    gain, wrong, spread, size = sums.unbind(-1)
+    is_zero = size == 0
     # Where nothing should be, no part of it says how much there is.
-    no_reference = ~size.isfinite() | ((size == 0) & ~is_none & wrong.isfinite())
-    found = (gain / size, (wrong / size).sqrt(), CHANCE * spread.sqrt() / size)
-    return Compared(
-        *(
-            each.masked_fill(is_none, 0.0)
-            .nan_to_num(math.inf, math.inf, -math.inf)
-            .masked_fill(no_reference, math.nan)
-            for each in found
-        )
-    )
+    no_reference = ~size.isfinite() | (is_zero & (wrong != 0) & wrong.isfinite())
+    found = torch.stack([gain / size, (wrong / size).sqrt(), CHANCE * spread.sqrt() / size])
+    found = found.masked_fill(is_zero & (wrong == 0), 0.0)
+    found = found.nan_to_num(math.inf, math.inf, -math.inf)
+    return Compared(*found.masked_fill(no_reference, math.nan))
 
 
 def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
@@ -126,24 +132,26 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """
     if any(map(is_freed, call.module.parameters())):  # to read these ends the process
         raise NotMeasured("its weights are sharded, and away in the backward")
-    low, of_low = run_again(call, None)
-    high, of_high = run_again(call, torch.float32)
-    if (defined := _as_defined(call, high)) is not None:
+    run = partial(run_again, call, put_back=state_of(call))
+    low, of_low = run(None)
+    high, of_high = run(torch.float32)
+    if (defined := _as_defined(call, run, high)) is not None:
         high, of_high = defined
-    found: dict[tuple[str, str], Tensor] = {}
+    # Of one tensor all statistics, or one; taken together, because launches take their time.
+    sums: dict[tuple[str, str], Tensor] = {}
     for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
         if call.gradients[index] is None:
             continue
         name = "output" if index == 0 else f"output {index}"
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
-            found[name, REPEATED] = compared(again, seen).error
+            sums[name, REPEATED] = _sums(again, seen)
         else:
             seen = again
-        found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
+        sums[name, ""] = _sums(seen, exact)
         given = floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
-            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
+            sums[name, RESIDUAL] = _sums(seen.double() - given[0].double(), added)
     # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, exact in of_high.items():
@@ -157,7 +165,15 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         # On CPUs PyTorch sums gradients of weights in BF16 in norms of BF16.
         sums_in_low = call.kind == "norm" and first and first[0].is_cpu and first[0].dtype in LOW
         if not (is_weight and sums_in_low):
-            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
+            sums[name, ""] = _sums(given, exact)
+    found: dict[tuple[str, str], Tensor] = {}
+    device = next(iter(call.outputs)).device  # few tensors are elsewhere
+    each = _statistics(torch.stack([of.to(device) for of in sums.values()])) if sums else ()
+    for (name, statistic), of in zip(sums, zip(*each, strict=True), strict=True):
+        if statistic:
+            found[name, statistic] = of[1]
+        else:
+            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = of
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
@@ -165,20 +181,20 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         is_deep = next(call.module.children(), None) is not None
         for wide in [torch.float64] if is_deep else [torch.float64, torch.float32]:
             with suppress(RuntimeError, NotImplementedError, NotMeasured):
-                if (slope := _slope(call, gradients, wide)) is not None:
+                if (slope := _slope(call, run, gradients, wide)) is not None:
                     found[which, SLOPE] = slope
                 break
     return found
 
 
-def _as_defined(call: Call, own: list[Tensor]) -> Any:
+def _as_defined(call: Call, run: Callable[..., Any], own: list[Tensor]) -> Any:
     """Runs the forward of PyTorch's class that a module's derives from, if it does the same."""
     classes = type(call.module).__mro__
     base = next(each for each in classes if each.__module__.startswith(PLAIN))
     if base in (nn.Module, classes[0]):
         return None
     try:
-        found = run_again(call, torch.float32, base=base)
+        found = run(torch.float32, base=base)
         is_same = len(found[0]) == len(own) and all(
             compared(mine, theirs).error < AS_DEFINED
             for mine, theirs in zip(own, found[0], strict=True)
@@ -188,7 +204,12 @@ def _as_defined(call: Call, own: list[Tensor]) -> Any:
     return found if is_same else None
 
 
-def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype) -> Tensor | None:
+def _slope(
+    call: Call,
+    run: Callable[..., Any],
+    gradients: Mapping[str, Tensor | None],
+    wide: torch.dtype,
+) -> Tensor | None:
     """How much steeper the backward is than the forward, along its own gradient; signed."""
     along: dict[str, Tensor] = {}
     expected: Tensor | float = 0.0
@@ -204,7 +225,7 @@ def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype
         return None
     ends: list[Sequence[Tensor]] = []
     for sign in (1.0, -1.0, 0.0):
-        outputs, _ = run_again(call, wide, {name: sign * d for name, d in along.items()})
+        outputs, _ = run(wide, {name: sign * d for name, d in along.items()})
         pairs = zip(outputs, call.gradients, strict=True)
         ends.append([out.double() * g.double() for out, g in pairs if g is not None])
     device = next(iter(along.values())).device

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.guard import then_undo, undo_all, within_all
-from guardbit.layers.replay import put_back
+from guardbit.layers.replay import kept
 from guardbit.numerics import ieee_products
 
 T = TypeVar("T")
@@ -217,12 +217,15 @@ def run_again(
     moved: Mapping[str, Tensor] | None = None,
     base: type[nn.Module] | None = None,
     keeps_gradients: bool = True,
+    put_back: Callable[[], object] | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Runs a call's part again, as it ran or in `wide`; returns its outputs and all gradients.
 
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
+    `put_back` is what `state_of` returned.
     """
+    put_back = put_back or state_of(call)
     needs_gradient, count_bytes = moved is None, _Kept(call.has_room)
     sizes = [(wide or each.dtype).itemsize * each.numel() for each in call.module.parameters()]
     count_bytes.refuse_beyond(sum(sizes))
@@ -290,11 +293,16 @@ def run_again(
     casts = [partial(torch.autocast, *of, cache_enabled=False) for of in call.autocast.items()]
     precision = casts if wide is None else [ieee_products, partial(_Wide, wide)]
     gradients = partial(torch.set_grad_enabled, needs_gradient)
-    kept = partial(saved_tensors_hooks, count_bytes, lambda tensor: tensor)
+    saved = partial(saved_tensors_hooks, count_bytes, lambda tensor: tensor)
+    makers = (*precision, lambda: call.choices, gradients, saved)
+    exchanged = partial(_exchanged, call.module, values, run)
     # Each run begins with the same random numbers and state.
-    back = partial(put_back, *call.module.modules(), with_tensors=False)
-    makers = (back, *precision, lambda: call.choices, gradients, kept)
-    return within_all(makers, partial(_exchanged, call.module, values, run))
+    return then_undo(partial(within_all, makers, exchanged), put_back)
+
+
+def state_of(call: Call) -> Callable[[], object]:
+    """Keeps what a repetition of a call may change; returns what puts it back."""
+    return kept(*call.module.modules(), with_tensors=False)
 
 
 def _own_weights(call: Call) -> set[str]:
@@ -312,8 +320,9 @@ class _Kept:
         self._seen = set[int]()
         self._bytes, self._most = 0, float(MOST_LATER if has_room else MOST_BYTES)
         if torch.cuda.is_initialized():
-            held = torch.cuda.memory_allocated()
-            gone = (torch.cuda.max_memory_allocated() - held) / 2
+            stats = torch.cuda.memory_stats()  # made once, as it takes its time
+            held, most = (stats[f"allocated_bytes.all.{of}"] for of in ("current", "peak"))
+            gone = (most - held) / 2
             self._most = max(MOST_BYTES, gone if has_room else held * MOST_HELD)
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -390,7 +399,8 @@ class _Wide(TorchFunctionMode):
         dtype = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
         if name == "view" and dtype:
             return self._of_bits(args[0], dtype[0])
-        args, kwargs = private.tree_map(self._widened, (args, kwargs))
+        args = [*map(self._widened, args)]
+        kwargs = {key: self._widened(value) for key, value in kwargs.items()}
         if _CASTS.get(name) in self._low:
             return args[0].to(self._wide)
         is_autocast, no_autocast = private.autocast

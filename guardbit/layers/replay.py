@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from guardbit import private
+from guardbit.guard import undo_all
 
 #: Functions that make no values of their own.
 _LOOKS = frozenset({"requires_grad_", "register_hook", "size", "dim", "__set__"})
@@ -182,19 +183,17 @@ def _place_in(
 # --- what a replay leaves as it was ---------------------------------------------------------------
 
 
-@contextmanager
-def put_back(*held: object, with_tensors: bool) -> Iterator[ExitStack]:
-    """Puts generators back afterwards, and what modules hold; tensors that change only if asked."""
-    with ExitStack() as undo:
-        undo.callback(RandomState.now().restore)
-        undo.callback(_Held(held, with_tensors).restore)
-        yield undo
+def kept(*held: object, with_tensors: bool) -> Callable[[], None]:
+    """Keeps generators and what modules hold, tensors only if asked; returns what puts it back."""
+    undo = [RandomState.now().restore, _Held(held, with_tensors).restore]
+    return lambda: undo_all([*undo])
 
 
 @contextmanager
 def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
     """Puts gradients, generators and what modules hold back afterwards."""
-    with put_back(*model.modules(), beside, with_tensors=True) as undo:
+    with ExitStack() as undo:
+        undo.callback(kept(*model.modules(), beside, with_tensors=True))
         for parameter in model.parameters():
             _keep_gradient(parameter, undo)
         yield undo

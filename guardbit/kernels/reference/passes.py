@@ -155,7 +155,8 @@ def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> T
     """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
     if name not in stabilizers:
         return None
-    return torch.tensor([[stabilizer == name] for stabilizer in stabilizers], device=device)
+    mask = [[stabilizer == name] for stabilizer in stabilizers]
+    return torch.tensor(mask, dtype=torch.bool, device=device)
 
 
 # --- backward ------------------------------------------------------------------------------------
