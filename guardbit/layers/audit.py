@@ -99,15 +99,15 @@ def compared(low: Tensor, high: Tensor) -> Compared:
 
 
 def _sums(low: Tensor, high: Tensor) -> Tensor:
-    """FP64 `(4,)`: sums of e high, and of the squares of e, of e high, and of high."""
+    """FP64 `(4,)`: the sum of e high, and the squared norms of e, e high, and high."""
     sums: list[Tensor] = []
     pieces = (tensor.reshape(-1).split(AT_ONCE) for tensor in (low, high))
     for some, exact in zip(*pieces, strict=True):
         exact = exact.double()
         error = some.double() - exact
         along = error * exact
-        squares = (each.dot(each) for each in (error, along, exact))
-        sums.append(torch.stack([error.dot(exact), *squares]))
+        squares = (each.square().sum() for each in (error, along, exact))
+        sums.append(torch.stack([along.sum(), *squares]))
     return sum(sums[1:], sums[0])
 
 

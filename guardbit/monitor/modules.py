@@ -26,7 +26,7 @@ from guardbit.monitor.stages import Stages, log, text_of
 from guardbit.records import Event, ModuleRow
 
 #: Modules that a sampled step audits, in turn; the first audits all.
-MODULES_A_SAMPLE = 4
+MODULES_A_SAMPLE = 3
 #: Of the weights that an optimizer changes, a sampled step looks at every eighth. Modules inside a
 #: compiled one wait for every eighth sample, because for them all of it runs again.
 TURNS = 8
