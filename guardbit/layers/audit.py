@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again, state_of
-from guardbit.layers.replay import is_freed
+from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again
+from guardbit.layers.replay import is_freed, kept_state
+
+_Run, _Gradients = Callable[..., Any], Mapping[str, Tensor | None]
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
 MOST_REPEATED = 0.02
@@ -132,7 +134,7 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """
     if any(map(is_freed, call.module.parameters())):  # to read these ends the process
         raise NotMeasured("its weights are sharded, and away in the backward")
-    run = partial(run_again, call, put_back=state_of(call))
+    run = partial(run_again, call, put_back=kept_state(*call.module.modules()))
     low, of_low = run(None)
     high, of_high = run(torch.float32)
     if (defined := _as_defined(call, run, high)) is not None:
@@ -167,13 +169,12 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         if not (is_weight and sums_in_low):
             sums[name, ""] = _sums(given, exact)
     found: dict[tuple[str, str], Tensor] = {}
-    device = next(iter(call.outputs)).device  # few tensors are elsewhere
+    device = call.outputs[0].device  # few tensors are elsewhere
     each = _statistics(torch.stack([of.to(device) for of in sums.values()])) if sums else ()
-    for (name, statistic), of in zip(sums, zip(*each, strict=True), strict=True):
-        if statistic:
-            found[name, statistic] = of[1]
-        else:
-            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = of
+    for (name, only), (gain, error, chance) in zip(sums, zip(*each, strict=True), strict=True):
+        found[name, only or ERROR] = error
+        if not only:
+            found[name, GAIN], found[name, BY_CHANCE] = gain, chance
     inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
     weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
     for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
@@ -187,7 +188,7 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def _as_defined(call: Call, run: Callable[..., Any], own: list[Tensor]) -> Any:
+def _as_defined(call: Call, run: _Run, own: list[Tensor]) -> Any:
     """Runs the forward of PyTorch's class that a module's derives from, if it does the same."""
     classes = type(call.module).__mro__
     base = next(each for each in classes if each.__module__.startswith(PLAIN))
@@ -204,12 +205,7 @@ def _as_defined(call: Call, run: Callable[..., Any], own: list[Tensor]) -> Any:
     return found if is_same else None
 
 
-def _slope(
-    call: Call,
-    run: Callable[..., Any],
-    gradients: Mapping[str, Tensor | None],
-    wide: torch.dtype,
-) -> Tensor | None:
+def _slope(call: Call, run: _Run, gradients: _Gradients, wide: torch.dtype) -> Tensor | None:
     """How much steeper the backward is than the forward, along its own gradient; signed."""
     along: dict[str, Tensor] = {}
     expected: Tensor | float = 0.0

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from guardbit import private
 from guardbit.guard import then_undo, undo_all, within_all
-from guardbit.layers.replay import kept
+from guardbit.layers.replay import kept_state
 from guardbit.numerics import ieee_products
 
 T = TypeVar("T")
@@ -223,9 +223,9 @@ def run_again(
 
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
-    `put_back` is what `state_of` returned.
+    `put_back` puts back what a run changes, which is kept first without it.
     """
-    put_back = put_back or state_of(call)
+    put_back = put_back or kept_state(*call.module.modules())
     needs_gradient, count_bytes = moved is None, _Kept(call.has_room)
     parameters = dict(call.module.named_parameters())
     sizes = [(wide or each.dtype).itemsize * each.numel() for each in parameters.values()]
@@ -299,11 +299,6 @@ def run_again(
     exchanged = partial(_exchanged, call.module, values, run)
     # Each run begins with the same random numbers and state.
     return then_undo(partial(within_all, makers, exchanged), put_back)
-
-
-def state_of(call: Call) -> Callable[[], object]:
-    """Keeps what a repetition of a call may change; returns what puts it back."""
-    return kept(*call.module.modules(), with_tensors=False)
 
 
 def _own_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:

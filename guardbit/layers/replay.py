@@ -183,7 +183,7 @@ def _place_in(
 # --- what a replay leaves as it was ---------------------------------------------------------------
 
 
-def kept(*held: object, with_tensors: bool) -> Callable[[], None]:
+def kept_state(*held: object, with_tensors: bool = False) -> Callable[[], None]:
     """Keeps generators and what modules hold, tensors only if asked; returns what puts it back."""
     undo = [RandomState.now().restore, _Held(held, with_tensors).restore]
     return lambda: undo_all([*undo])
@@ -193,7 +193,7 @@ def kept(*held: object, with_tensors: bool) -> Callable[[], None]:
 def _as_before(model: nn.Module, beside: object) -> Iterator[ExitStack]:
     """Puts gradients, generators and what modules hold back afterwards."""
     with ExitStack() as undo:
-        undo.callback(kept(*model.modules(), beside, with_tensors=True))
+        undo.callback(kept_state(*model.modules(), beside, with_tensors=True))
         for parameter in model.parameters():
             _keep_gradient(parameter, undo)
         yield undo

@@ -1,9 +1,10 @@
 """The audit of modules in a run: which calls are taken when, and how hooks come and go."""
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -289,6 +290,7 @@ class ModuleAudits:
         makers = (
             partial(runtime.unobserved, by_pytorch=True),
             partial(torch.compiler.set_stance, "force_eager"),
+            _uncollected,
         )
         try:
             guard.within_all(makers if outer is None else (), find)  # they are in force inside
@@ -387,6 +389,18 @@ class ModuleAudits:
         rows = self.findings.add(step, found, [*map(float, numbers.read())])
         self._describe()
         return rows
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """What an audit holds for a moment would set off collections of all there is (0.4 s each)."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int]:
