@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
@@ -289,7 +290,9 @@ class Runtime:
         self._resting: dict[Hashable, bool] = {}
         self._has_warned_frozen = False
         # Called with the errors that the op contains.
-        self.on_fault: Callable[[Exception], None] = _log_fault
+        self.on_fault: Callable[[Exception], None] = partial(
+            log.warning, "a call of attention failed in GuardBit and went to PyTorch: %s"
+        )
 
     def __reduce__(self) -> str:
         # Pickled by name: unpickling finds the runtime of its own process.
@@ -440,10 +443,6 @@ def may_recompile(is_new: bool) -> bool:
     stance = getattr(private.stance(), "stance", "default")
     is_refused = stance == "fail_on_recompile" or (is_new and stance == "eager_on_recompile")
     return not (getattr(private.dynamo_config, "error_on_recompile", False) or is_refused)
-
-
-def _log_fault(error: Exception) -> None:
-    log.warning("a call of attention failed in GuardBit and went to PyTorch: %s", error)
 
 
 def read(numbers: Tensor) -> Any:

@@ -5,9 +5,8 @@ compares the backward with FP64 differences of its own forward.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 
 from guardbit.layers.call import LOW, PLAIN, Call, NotMeasured, floats, run_again
 from guardbit.layers.replay import is_freed, kept_state
-
-_Run, _Gradients = Callable[..., Any], Mapping[str, Tensor | None]
 
 #: Largest relative difference, of the run's output and of its repetition, that is rounding.
 MOST_REPEATED = 0.02
@@ -97,25 +94,15 @@ class Compared(NamedTuple):
 
 def compared(low: Tensor, high: Tensor) -> Compared:
     """Compares a tensor with its reference of the same shape."""
-    return _statistics(_sums(low, high))
-
-
-def _sums(low: Tensor, high: Tensor) -> Tensor:
-    """FP64 `(4,)`: the sum of e high, and the squared norms of e, e high, and high."""
-    sums: list[Tensor] = []
+    sums = torch.zeros(4, dtype=torch.float64, device=high.device)
     pieces = (tensor.reshape(-1).split(AT_ONCE) for tensor in (low, high))
     for some, exact in zip(*pieces, strict=True):
         exact = exact.double()
         error = some.double() - exact
         along = error * exact
         squares = (each.square().sum() for each in (error, along, exact))
-        sums.append(torch.stack([along.sum(), *squares]))
-    return sum(sums[1:], sums[0])
-
-
-def _statistics(sums: Tensor) -> Compared:
-    """What sums `(..., 4)` say."""
-    gain, wrong, spread, size = sums.unbind(-1)
+        sums = sums + torch.stack([along.sum(), *squares])
+    gain, wrong, spread, size = sums
     is_zero = size == 0
     # Where nothing should be, no part of it says how much there is.
     no_reference = ~size.isfinite() | (is_zero & (wrong != 0) & wrong.isfinite())
@@ -134,26 +121,25 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     """
     if any(map(is_freed, call.module.parameters())):  # to read these ends the process
         raise NotMeasured("its weights are sharded, and away in the backward")
-    run = partial(run_again, call, put_back=kept_state(*call.module.modules()))
-    low, of_low = run(None)
-    high, of_high = run(torch.float32)
-    if (defined := _as_defined(call, run, high)) is not None:
+    call.put_back = kept_state(*call.module.modules())
+    low, of_low = run_again(call, None)
+    high, of_high = run_again(call, torch.float32)
+    if (defined := _as_defined(call, high)) is not None:
         high, of_high = defined
-    # Of one tensor all statistics, or one; taken together, because launches take their time.
-    sums: dict[tuple[str, str], Tensor] = {}
+    found: dict[tuple[str, str], Tensor] = {}
     for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
         if call.gradients[index] is None:
             continue
         name = "output" if index == 0 else f"output {index}"
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
-            sums[name, REPEATED] = _sums(again, seen)
+            found[name, REPEATED] = compared(again, seen).error
         else:
             seen = again
-        sums[name, ""] = _sums(seen, exact)
+        found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
         given = floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
-            sums[name, RESIDUAL] = _sums(seen.double() - given[0].double(), added)
+            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
     # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, exact in of_high.items():
@@ -167,35 +153,28 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         # On CPUs PyTorch sums gradients of weights in BF16 in norms of BF16.
         sums_in_low = call.kind == "norm" and first and first[0].is_cpu and first[0].dtype in LOW
         if not (is_weight and sums_in_low):
-            sums[name, ""] = _sums(given, exact)
-    found: dict[tuple[str, str], Tensor] = {}
-    device = call.outputs[0].device  # few tensors are elsewhere
-    each = _statistics(torch.stack([of.to(device) for of in sums.values()])) if sums else ()
-    for (name, only), (gain, error, chance) in zip(sums, zip(*each, strict=True), strict=True):
-        found[name, only or ERROR] = error
-        if not only:
-            found[name, GAIN], found[name, BY_CHANCE] = gain, chance
-    inputs = {name: g for name, g in of_high.items() if name.startswith("input")}
-    weights = {name: g for name, g in of_high.items() if not name.startswith("input")}
-    for which, gradients in (("input", inputs), ("weights", weights)) if with_slope else ():
+            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
+    for which in ("input", "weights") if with_slope else ():
+        of_inputs = which == "input"
+        gradients = {n: g for n, g in of_high.items() if n.startswith("input") is of_inputs}
         # In FP32 deep modules leave no step that is neither rounding nor curvature.
         is_deep = next(call.module.children(), None) is not None
         for wide in [torch.float64] if is_deep else [torch.float64, torch.float32]:
             with suppress(RuntimeError, NotImplementedError, NotMeasured):
-                if (slope := _slope(call, run, gradients, wide)) is not None:
+                if (slope := _slope(call, gradients, wide)) is not None:
                     found[which, SLOPE] = slope
                 break
     return found
 
 
-def _as_defined(call: Call, run: _Run, own: list[Tensor]) -> Any:
+def _as_defined(call: Call, own: list[Tensor]) -> Any:
     """Runs the forward of PyTorch's class that a module's derives from, if it does the same."""
     classes = type(call.module).__mro__
     base = next(each for each in classes if each.__module__.startswith(PLAIN))
     if base in (nn.Module, classes[0]):
         return None
     try:
-        found = run(torch.float32, base=base)
+        found = run_again(call, torch.float32, base=base)
         is_same = len(found[0]) == len(own) and all(
             compared(mine, theirs).error < AS_DEFINED
             for mine, theirs in zip(own, found[0], strict=True)
@@ -205,7 +184,7 @@ def _as_defined(call: Call, run: _Run, own: list[Tensor]) -> Any:
     return found if is_same else None
 
 
-def _slope(call: Call, run: _Run, gradients: _Gradients, wide: torch.dtype) -> Tensor | None:
+def _slope(call: Call, gradients: Mapping[str, Tensor | None], wide: torch.dtype) -> Tensor | None:
     """How much steeper the backward is than the forward, along its own gradient; signed."""
     along: dict[str, Tensor] = {}
     expected: Tensor | float = 0.0
@@ -221,7 +200,7 @@ def _slope(call: Call, run: _Run, gradients: _Gradients, wide: torch.dtype) -> T
         return None
     ends: list[Sequence[Tensor]] = []
     for sign in (1.0, -1.0, 0.0):
-        outputs, _ = run(wide, {name: sign * d for name, d in along.items()})
+        outputs, _ = run_again(call, wide, {name: sign * d for name, d in along.items()})
         pairs = zip(outputs, call.gradients, strict=True)
         ends.append([out.double() * g.double() for out, g in pairs if g is not None])
     device = next(iter(along.values())).device

@@ -179,6 +179,7 @@ class Call:
             lambda each: self.part.of(each) if isinstance(each, Tensor) else each, (args, kwargs)
         )
         self.autocast = autocast
+        self.put_back: Callable[[], object] | None = None  # what a run changes, if that is kept
         self.has_room = False  # the activations of the run are gone when it runs again
         self.choices = _Choices()
         self.outputs: list[Tensor] = []
@@ -217,15 +218,13 @@ def run_again(
     moved: Mapping[str, Tensor] | None = None,
     base: type[nn.Module] | None = None,
     keeps_gradients: bool = True,
-    put_back: Callable[[], object] | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Runs a call's part again, as it ran or in `wide`; returns its outputs and all gradients.
 
     `moved` is added to inputs and weights, by name; then there are no gradients. `base` is the
     class whose forward runs. Gradients that are not kept are made one by one, for hooks.
-    `put_back` puts back what a run changes, which is kept first without it.
     """
-    put_back = put_back or kept_state(*call.module.modules())
+    put_back = call.put_back or kept_state(*call.module.modules())
     needs_gradient, count_bytes = moved is None, _Kept(call.has_room)
     parameters = dict(call.module.named_parameters())
     sizes = [(wide or each.dtype).itemsize * each.numel() for each in parameters.values()]

@@ -5,19 +5,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guardbit.layers.audit import ERROR, GAIN, compared
+from guardbit.layers.call import LOW
 
 #: Larger weights are left out.
 MOST_NUMBERS = 1 << 22
 
 #: Fewest weights of one shape and name, besides the one that is looked at.
 FEWEST_PEERS = 3
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class Before(NamedTuple):
@@ -63,10 +61,10 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
     changed |= {
         name: (value, now[name], exact[name])
         for name, value in kept.state.items()
-        if isinstance(value, Tensor) and value.dtype in _LOW and name in now and name in exact
+        if isinstance(value, Tensor) and value.dtype in LOW and name in now and name in exact
     }
     for name, (was, low, high) in changed.items():
-        if was.dtype in _LOW:
+        if was.dtype in LOW:
             was = was.double()
             gain, error, _ = compared(low.double() - was, high.double() - was)
             yield name, GAIN, gain
@@ -74,9 +72,8 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
 
 
 def _is_low(weight: Tensor, state: dict[str, Any]) -> bool:
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    is_plain = type(weight) in (Tensor, nn.Parameter)
-    return is_plain and any(each.dtype in _LOW for each in (weight, *tensors))
+    dtypes = [getattr(each, "dtype", None) for each in (weight, *state.values())]
+    return type(weight) in (Tensor, nn.Parameter) and not LOW.isdisjoint(dtypes)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +84,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wide(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in _LOW
+    is_low = isinstance(value, Tensor) and value.dtype in LOW
     return value.float() if is_low else value.clone() if isinstance(value, Tensor) else value
 
 

@@ -182,7 +182,7 @@ class SwitchReports:
     def _gone(self, site: Site, step: int, why: str) -> Iterator[Event]:
         """Undoes a switch that can never take effect again."""
         heads = _switched_heads(site.outgrown or site.asked)
-        self._instrumentation.give_back(site)
+        self._instrumentation.ask({site.number: None})
         self._reported.pop(site.name, None)
         yield Event(step, "switch", site.name, heads, f"switched back: {why}", stabilizer="none")
 

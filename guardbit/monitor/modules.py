@@ -27,7 +27,7 @@ from guardbit.monitor.stages import Stages, log, text_of
 from guardbit.records import Event, ModuleRow
 
 #: Modules that a sampled step audits, in turn; the first audits all.
-MODULES_A_SAMPLE = 3
+MODULES_A_SAMPLE = 2
 #: Of the weights that an optimizer changes, a sampled step looks at every eighth. Modules inside a
 #: compiled one wait for every eighth sample, because for them all of it runs again.
 TURNS = 8

@@ -354,12 +354,10 @@ class Exchange:
         if ranks.world_size() == 1:
             return mine, of_calls(table, is_whole)
 
-        def heads_here() -> dict[str, range]:
-            return {name: site.own_heads for name, site in instrumentation.sites.items()}
-
         asked = attempt("stabilizers", instrumentation.asked)
         modules = sorted(instrumentation.candidates)
-        heads = attempt("ranks", heads_here)
+        sites = instrumentation.sites
+        heads = attempt("ranks", lambda: {name: site.own_heads for name, site in sites.items()})
         mine = mine._replace(asked=asked or {}, modules=modules, heads=heads)
         # Not why: each rank may have its own reason, as with the name of its device.
         unfound = [n for n, known in self._metadata.items() if known["weights_unavailable"]]

@@ -587,10 +587,7 @@ class Instrumentation:
             IndexError: If a head is out of range.
             TypeError: If the site is no text.
         """
-        self._ask(self.check_switch(site, stabilizer, heads))
-
-    def give_back(self, site: Site) -> None:
-        self._ask({site.number: None})
+        self.ask(self.check_switch(site, stabilizer, heads))
 
     def stabilizers(self) -> dict[str, list[str]]:
         """Returns what heads' latest calls ran: name of the site -> one stabilizer per head."""
@@ -618,9 +615,9 @@ class Instrumentation:
                 )
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
-        self._ask(checked)
+        self.ask(checked)
 
-    def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
+    def ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
         for number, names in stabilizers.items():
             runtime.site(number).switch(names)
         asked = ((s, s.state.stabilizers) for s in self._sites.values())

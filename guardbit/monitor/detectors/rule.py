@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,17 +145,23 @@ def heads_where(mask: np.ndarray) -> tuple[int, ...]:
     return tuple(np.flatnonzero(mask).tolist())
 
 
-def check_thresholds(rule: Any, **smallest: int) -> None:
-    """Refuses thresholds that are no numbers, or too small."""
-    for field in dataclasses.fields(rule):
-        if field.name == "name":
-            continue
-        value, bound = getattr(rule, field.name), smallest.get(field.name, 0)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise ValueError(f"{rule.name}.{field.name} is {number!r}; it must be a number")
-            if not number >= bound:
-                raise ValueError(f"{rule.name}.{field.name} is {number}; it must be >= {bound}")
+class Checked:
+    """A dataclass that refuses thresholds that are no numbers, or too small."""
+
+    __slots__ = ()
+    smallest: ClassVar[dict[str, int]] = {}  # of a field, if that is not 0
+
+    def __post_init__(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            if field.name == "name":
+                continue
+            value, bound = getattr(self, field.name), self.smallest.get(field.name, 0)
+            for number in value if isinstance(value, tuple) else (value,):
+                of = f"{self.name}.{field.name}"
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise ValueError(f"{of} is {number!r}; it must be a number")
+                if not number >= bound:
+                    raise ValueError(f"{of} is {number}; it must be >= {bound}")
 
 
 def smaller_of_last_two(state: State, site: str, values: Values) -> Values:

@@ -7,11 +7,11 @@ from typing import ClassVar
 import numpy as np
 
 from guardbit.monitor.detectors.rule import (
+    Checked,
     Finding,
     Snapshot,
     State,
     Values,
-    check_thresholds,
     growth_of_model,
     heads_where,
 )
@@ -57,7 +57,7 @@ def counted_errors(snapshot: Snapshot, state: State) -> dict[str, Values]:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientError:
+class GradientError(Checked):
     """The rounding error of a head's dQ adds up along the top direction of its W_Q.
 
     The sign of `dq_coherent_error` is that of the direction, so arbitrary, and its size counts, up
@@ -86,7 +86,7 @@ class GradientError:
     stakes: tuple[float, ...] = (0.2, 0.5, 0.9)
 
     def __post_init__(self) -> None:
-        check_thresholds(self)
+        Checked.__post_init__(self)
         if not self.stakes or max(self.stakes) > 1 or self.tolerated == 0:
             raise ValueError(
                 f"{self.name} has the stakes {self.stakes} and tolerates {self.tolerated}; it takes"
@@ -116,7 +116,7 @@ class GradientError:
 
 
 @dataclass(frozen=True, slots=True)
-class LargeError:
+class LargeError(Checked):
     """One audit finds half the mean error that `gradient_error` tolerates: an advisory, no alarm.
 
     The head is audited at every sampled step from then on, so that `gradient_error` need not wait
@@ -135,9 +135,6 @@ class LargeError:
 
     name: str = "large_error"
     tolerated: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_thresholds(self)
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the heads whose audit at this step shows a large error."""

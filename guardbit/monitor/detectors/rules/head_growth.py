@@ -11,11 +11,11 @@ import numpy as np
 from guardbit.monitor.detectors.rule import (
     FLAT,
     OVERFLOW,
+    Checked,
     Finding,
     Snapshot,
     State,
     Values,
-    check_thresholds,
     from_plain,
     heads_where,
     smaller_of_last_two,
@@ -98,7 +98,7 @@ LOGIT_DRIFT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class HeadGrowth:
+class HeadGrowth(Checked):
     """A head's query weights, its logits or both outgrow the model's other heads.
 
     Rounding errors of delta that add up push the spectral norm of a head's W_Q, and with it its
@@ -128,9 +128,6 @@ class HeadGrowth:
     norm: float = 0.63
     logit: float = 3.85
     together: float = 1.2
-
-    def __post_init__(self) -> None:
-        check_thresholds(self)
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the heads that have outgrown the others by enough."""

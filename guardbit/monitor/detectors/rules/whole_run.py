@@ -9,10 +9,10 @@ import numpy as np
 
 from guardbit.monitor.detectors.rule import (
     OVERFLOW,
+    Checked,
     Finding,
     Snapshot,
     State,
-    check_thresholds,
     growth_of_model,
     heads_where,
 )
@@ -20,7 +20,7 @@ from guardbit.records import Role
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLogits:
+class ModelLogits(Checked):
     """The logits of the whole model run away: the learning rate's work, not one head's.
 
     Rounding fails in a single layer (section 3.2); at too high a rate all layers go at once. The
@@ -42,9 +42,6 @@ class ModelLogits:
 
     name: str = "model_logits"
     growth: float = 64.0
-
-    def __post_init__(self) -> None:
-        check_thresholds(self)
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the heads that have grown so far, where most modules have."""
@@ -70,7 +67,7 @@ class ModelLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class LossDeparture:
+class LossDeparture(Checked):
     """The loss has left its best level: whatever the cause, the run is failing.
 
     It is no early sign. The statistic is the median loss of the last `steps` steps less the
@@ -92,14 +89,13 @@ class LossDeparture:
 
     role: ClassVar[Role] = Role("loss")
 
+    smallest: ClassVar[dict[str, int]] = {"samples": 1, "steps": 1}
+
     name: str = "loss_departure"
     rise: float = 1.0
     spread: float = 3.0
     samples: int = 8
     steps: int = 160
-
-    def __post_init__(self) -> None:
-        check_thresholds(self, samples=1, steps=1)
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns one finding without heads, at site "", where the loss has risen."""
