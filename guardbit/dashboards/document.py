@@ -263,8 +263,8 @@ _EVIDENCE = (
     " correcting earned nothing measurable. Larger models were not studied."
 )
 _COST = (
-    "Watching adds 0.5 % to a compiled step of GPT-2 small on one H200, correcting all heads 4.4 %."
-    " Of other models and GPUs it is not known; benchmarks/overhead.py measures it."
+    "Watching added 0.3 to 1.1 % to a compiled step of GPT-2 small on one H200, correcting all"
+    " heads 2.7 to 4.4 %. Elsewhere it is not known; benchmarks/overhead.py measures it."
 )
 _PLACES = {
     "none": "q and k do not change with a token's place",
