@@ -37,7 +37,8 @@ MOST_CALLS = 2
 _PACKAGES = (*torch.__path__, os.path.dirname(guard.__file__))
 _NOT_USERS = ("<string>", *(f"{path}{os.sep}" for path in _PACKAGES))
 
-_NOTHING = "there is nothing to compare"
+#: Modules of which nothing can be compared.
+_EMPTY = nn.Dropout | nn.ModuleList | nn.ModuleDict
 #: Where `nn.Module.compile` keeps what it made.
 _COMPILED_CALL = "_compiled_call_impl"
 # Where modules keep hooks; of all modules, with "_global" before the name.
@@ -115,7 +116,7 @@ class ModuleAudits:
         self._is_sloped = is_whole
         # All, because a wrapper has the name of the compiled module in it.
         names = {module: plain_name(name) for name, module in self._model.named_modules()}
-        modules = [(module, name) for name, module in named(self._model)]
+        modules = [(m, name) for name, m in named(self._model) if not isinstance(m, _EMPTY)]
         try:
             self._inside = _inside_compiled(self._model)
         except NotMeasured as why:
@@ -371,7 +372,6 @@ class ModuleAudits:
             return
         self._has_described = True
         whys = Counter(self.findings.unmeasured.values())
-        del whys[_NOTHING]
         said = "".join(f"; {count} not: {why}" for why, count in whys.most_common())
         audited = {row.module for row in self.findings.rows if row.kind not in audit.OF_WEIGHTS}
         log.tell(f"GuardBit audits {len(audited)} modules{said}")
@@ -433,8 +433,6 @@ def _inside_compiled(model: nn.Module) -> dict[nn.Module, dict[nn.Module, str]]:
 
 def _why_not(module: nn.Module) -> str | None:
     """Why a module is not audited, None if it can be."""
-    if isinstance(module, nn.Dropout | nn.ModuleList | nn.ModuleDict):
-        return _NOTHING
     every = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
     of_all = [hook for hooks in every for hook in hooks.values()]
     for part in module.modules():

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from guardbit import private
 from guardbit.guard import apart
 from guardbit.kernels.engines.base import Engine, Inputs
+from guardbit.kernels.engines.sdpa import activated
 from guardbit.kernels.reference import float_carrier, write_carrier
 from guardbit.kernels.reference.common import cap_slope, float32_products
 from guardbit.kernels.reference.delta import recomputed
@@ -73,7 +74,7 @@ def proof_of(
         _memory_order(q.stride()), _memory_order(k.stride()), _memory_order(v.stride()),
         torch.are_deterministic_algorithms_enabled(), engine.deterministic, engine.scheduling,
         spec.window[0] < 0, spec.window[1] < 0, spec.extras,
-        _activated(),
+        activated(),
     )  # fmt: skip
     known = _proofs.get(key)
     if known is not None and not known.lacked_memory:  # which may be there at the next call
@@ -85,11 +86,6 @@ def proof_of(
         del _proofs[key]  # so that it comes last
     _proofs[key] = proof
     return proof
-
-
-def _activated() -> str | None:
-    """What replaces PyTorch's own flash kernels; None if unknown, as before PyTorch 2.13."""
-    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 def proofs() -> list[Proof]:
@@ -114,10 +110,10 @@ def _prove(
     grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
     causal = ", causal" if spec.causal is not False else ""
     extras = "".join(f", {field}" for field in spec.extras)
-    activated = "" if _activated() is None else f", {_activated()} activated"
+    by = "" if activated() is None else f", {activated()} activated"
     configuration = (
         f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}"
-        f"{grouped}, {q.device.type}, torch {private.VERSION}{activated}"
+        f"{grouped}, {q.device.type}, torch {private.VERSION}{by}"
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"

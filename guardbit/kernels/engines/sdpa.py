@@ -22,6 +22,7 @@ from guardbit.kernels.engines.base import (
     philox_of,
     seed_and_offset,
 )
+from guardbit.kernels.engines.libraries import library_engine
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tensors import laid_out_as
 
@@ -60,8 +61,18 @@ class CPUFlash(Engine):
         ))  # fmt: skip
 
 
+def activated() -> str | None:
+    """What replaces PyTorch's own flash kernels; None if unknown, as before PyTorch 2.13."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+
+
 class Flash(Engine):
     backend = SDPBackend.FLASH_ATTENTION
+
+    def forward_with_residual(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor] | None:
+        fa4, given = _fa4(inputs)
+        found = fa4.forward_with_residual(given) if activated() == "FA4" else None
+        return None if found is None else (laid_out_as(found[0], inputs.q), *found[1:])
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v, spec, drawn, *_ = inputs
@@ -72,12 +83,22 @@ class Flash(Engine):
         return out, lse
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        if inputs.residual is not None:
+            fa4, inputs = _fa4(inputs)
+            return fa4.backward(inputs, d_out, out, lse)
         q, k, v, spec, drawn, *_ = inputs
         philox = philox_of(drawn, q.device).view(torch.uint64)
         return Gradients(*private.flash_ops[1](
             d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), spec.dropout_p,
             spec.causal is not False, philox, philox[:0], scale=spec.scale,
         ))  # fmt: skip
+
+
+def _fa4(inputs: Inputs) -> tuple[Engine, Inputs]:
+    """FlashAttention 4, and its inputs: causal calls that it gets have as many queries as keys."""
+    spec = replace(inputs.spec, causal=inputs.spec.causal is not False)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return library_engine("flash_attn_4", deterministic), inputs._replace(spec=spec)
 
 
 class CuDNN(Engine):

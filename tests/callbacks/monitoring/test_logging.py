@@ -140,7 +140,7 @@ def test_audits_of_modules_are_logged(trains, tmp_path):
     rows = guardbit.load(tmp_path / "run").modules
     excess = (rows["value"].abs() / rows["limit"]).groupby(rows["step"]).max()
     assert logged == pytest.approx(excess.to_dict())
-    assert set(logged) == {2, 4, 6}
+    assert set(logged) == {2, 6}  # at 4 it is the turn of two that are not compared
 
 
 class Seen(Callback):

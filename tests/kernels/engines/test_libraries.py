@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import private
-from guardbit.kernels.engines import LIBRARIES, Inputs, libraries, library_engine, proof
+from guardbit.kernels.engines import LIBRARIES, Inputs, libraries, library_engine, proof, sdpa
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.kernels.tensors import as_given
@@ -191,6 +192,24 @@ def test_an_option_may_go_before_the_backward(reentrant, stays, site, state, res
     assert (state.failure is None) == (stays or reentrant is not None)
     expected = run("flash_attn_4", spec, inputs, site)[1:]
     assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))
+
+
+def test_pytorchs_flash_backend_keeps_one_where_fa4_serves_it(residual, monkeypatch):
+    serving = {"impl": "FA4"}
+    current = functools.partial(serving.get, "impl")
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", current, raising=False)
+    spec = AttentionSpec(0.125, "top-left")
+    d_out, *qkv = tensors(spec, 2)
+    exact, inputs = dense(d_out, *qkv, replace(spec, causal=True)), Inputs(*qkv, spec)
+    out, lse, lost = sdpa.Flash().forward_with_residual(inputs)
+    assert out.stride() == qkv[0].stride() and relative(out, exact.out) < 4e-3
+    by_both = [
+        relative(sdpa.Flash().backward(inputs._replace(residual=x), d_out, out, lse)[0], exact.dq)
+        for x in (lost, lost * 0)
+    ]
+    assert by_both[0] < min(4e-3, by_both[1])
+    serving["impl"] = "FA3"
+    assert sdpa.Flash().forward_with_residual(inputs) is None
 
 
 def test_unswitched_compiled_and_evaluated_calls_keep_no_residual(site, state, residual):
