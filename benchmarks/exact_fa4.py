@@ -1,6 +1,6 @@
 """What exact delta costs on FlashAttention 4 (FA4) for Hopper, and what it does to dQ.
 
-    pip install 'flash-attn-4[cu13]==4.0.0b36' nvidia-cutlass-dsl==4.8.1
+    pip install 'flash-attn-4[cu13]==4.0.0b36' nvidia-cutlass-dsl==4.8.1 quack-kernels==0.6.5
     PYTHONPATH=. python benchmarks/exact_fa4.py --csv FILE
 
 delta = rowsum(dO * O) is off because O was rounded. Here FA4's forward also stores what rounding

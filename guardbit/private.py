@@ -274,8 +274,7 @@ def is_compiler_loaded() -> bool:
 
 def missing() -> list[Private]:
     """What this version of PyTorch lacks; looking for it loads PyTorch's compiler."""
-    rows = NAMES.values()
-    return [row for row in rows if any(_look_up(path) is None for path in row.paths)]
+    return [row for row in NAMES.values() if any(_look_up(path) is None for path in row.paths)]
 
 
 def sentence(private: Private) -> str:

@@ -42,8 +42,7 @@ def unnamed(source):
 def test_every_tensor_that_guardbit_makes_names_its_dtype_and_device():
     calls = "ones(3)", "ones(3, dtype=x, device=y)", "ones(3, dtype=x)", "arange(2)", "eye(3, **x)"
     assert list(unnamed("".join(f"torch.{call}\n" for call in calls))) == [1, 3, 4]
-    package = Path(guardbit.__file__).parent
-    files = sorted(package.rglob("*.py"))
+    files = sorted(Path(guardbit.__file__).parent.rglob("*.py"))
     assert len(files) > 50
     found = [f"{path}:{line}" for path in files for line in unnamed(path.read_text("utf-8"))]
     assert not found

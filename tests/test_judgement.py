@@ -558,8 +558,7 @@ def test_one_value_a_layer_counts_layers():
     ],
 )
 def test_the_cause_is_what_the_interval_of_rounding_s_share_says(measured, what, verdict, state):
-    made = samples(logit=falling, share=measured)
-    found = judged(alarm(6750), switch(6750), of=made)
+    found = judged(alarm(6750), switch(6750), of=samples(logit=falling, share=measured))
     assert (found.cause.what, found.verdict, found.state) == (what, verdict, state)
     assert found.cause.interval == (measured and (measured[0], measured[2]))
     if measured:
@@ -579,8 +578,7 @@ def test_what_to_change_after_a_loss_goes_by_the_cause(measured, advice):
 
 
 def test_a_share_of_before_the_alarm_is_no_cause_of_it():
-    made = samples(logit=falling, share=(-0.1, 0.1, 0.4))
-    found = judged(alarm(LAST + 1), of=made)
+    found = judged(alarm(LAST + 1), of=samples(logit=falling, share=(-0.1, 0.1, 0.4)))
     assert found.cause.what == "not measured" and found.cause.share is None
 
 

@@ -7,8 +7,11 @@ Copy this folder beside your script, and call this before the first step:
 
 FlashAttention 4's forward then takes `return_o_lo`, and its backward `o_lo`; it has the like for
 sparse attention only. GuardBit tests both at run time. In switched heads of eager calls, packed
-ones too, delta then costs 0 to 6 % of attention's time (`benchmarks/README.md`); in compiled graphs
-GuardBit computes it anew. A switched call saves one tensor of O's size more.
+ones too, delta then costs the kernels 0 to 7 % more time (`benchmarks/README.md`); in compiled
+graphs GuardBit computes it anew. A switched call saves one tensor of O's size more, in one storage
+with O. It was written for these releases:
+
+    pip install 'flash-attn-4[cu13]==4.0.0b36' nvidia-cutlass-dsl==4.8.1 quack-kernels==0.6.5
 """
 
 import sys

@@ -264,7 +264,7 @@ _EVIDENCE = (
 )
 _COST = (
     "Watching added 0.3 to 1.1 % to a compiled step of GPT-2 small on one H200, correcting all"
-    " heads 2.7 to 4.4 %. Elsewhere it is not known; benchmarks/overhead.py measures it."
+    " heads 2.5 to 4.4 %. Elsewhere it is not known; benchmarks/overhead.py measures it."
 )
 _PLACES = {
     "none": "q and k do not change with a token's place",
@@ -374,8 +374,7 @@ def _largest_of(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each module's part and statistic the row with the largest `ratio`: size to limit."""
     rows = rows.loc[rows["limit"] < math.inf]
     part = rows["tensor"].str.extract("^(output|input)(?: |$)", expand=False).fillna("weights")
-    ratio = (rows["value"].abs() / rows["limit"]).fillna(math.inf)
-    rows = rows.assign(part=part, ratio=ratio)
+    rows = rows.assign(part=part, ratio=(rows["value"].abs() / rows["limit"]).fillna(math.inf))
     return rows.loc[rows.groupby(["module", "part", "statistic"], sort=False)["ratio"].idxmax()]
 
 

@@ -134,8 +134,7 @@ class History:
             of.get(indicator, np.empty((self._buckets, 0))) for of in (self.low, self.high)
         )
         heads = self.heads[: low.shape[1]] if indicator in HEAD_INDICATORS else None
-        middle = (low / 2 + high / 2)[self.known]
-        return pd.DataFrame(middle, self.steps[self.known], heads)
+        return pd.DataFrame((low / 2 + high / 2)[self.known], self.steps[self.known], heads)
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """The excess up to a bucket by layer and head, the index of its indicator, their names."""

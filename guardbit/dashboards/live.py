@@ -283,8 +283,7 @@ class LiveRuns:
             # The list must survive a lost folder.
             except Exception as error:
                 if repr(error) != said:
-                    said = repr(error)
-                    log.warning("cannot look for runs in %s: %s", self.folder, said)
+                    log.warning("cannot look for runs in %s: %s", self.folder, repr(error))
             self._stop.wait(LOOK_SECONDS)
 
 

@@ -206,16 +206,13 @@ def is_place(event: Event) -> bool:
     return event.kind == "advisory" and event.rule == "nonfinite"
 
 
-def _is_failure(event: Event) -> bool:
-    """Whether an event says that a stage of GuardBit has failed, or that all of it is off."""
-    is_error = event.kind == "monitor_error" and not event.site
-    return is_error and bool(re.match(rf"{OFF}|[a-z_]+:", event.why))
-
-
 def _failures(events: Sequence[Event]) -> tuple[tuple[int, str, int | None], ...]:
     """Of each stage that failed the first step, the last text, and when it worked again."""
     found: dict[str, tuple[int, str, int | None]] = {}
-    for event in filter(_is_failure, events):
+    for event in events:
+        is_error = event.kind == "monitor_error" and not event.site
+        if not (is_error and re.match(rf"{OFF}|[a-z_]+:", event.why)):
+            continue
         stage = event.why.partition(":")[0]
         first, *_ = found.get(stage, (event.step,))
         said = RECOVERED.format(stage)
@@ -253,8 +250,7 @@ def departed(events: Iterable[Event], evidence: Evidence) -> int | None:
     left, lost = min(of_loss, default=None), evidence.loss.lost
     if lost is not None:
         return lost if left is None else min(left, lost)
-    has_come_back = evidence.loss.last is not None and evidence.loss.is_back
-    return None if has_come_back else left
+    return None if evidence.loss.last is not None and evidence.loss.is_back else left
 
 
 def _missing_loss(

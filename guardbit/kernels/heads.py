@@ -268,8 +268,8 @@ def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tenso
     found, own, residual, on_triton, adds = None, None, None, False, False
     if engine is not None and len(plan.own) < call.q.size(1):
         # Runs first, so that it draws the same random numbers as without GuardBit.
-        is_exact = not call.traced and [name for name, _ in plan.deltas] == ["exact_delta"]
-        kept = plan.deltas[0][1] if stores and training and is_exact else ()
+        is_exact = not plan.own and [name for name, _ in plan.deltas] == ["exact_delta"]
+        kept = plan.deltas[0][1] if stores and training and is_exact and not call.traced else ()
         *found, residual = _by_engine(call, state, engine, random, generator_state, kept)
         adds = residual is not None
         if kept and residual is None and is_recomputing():

@@ -336,8 +336,8 @@ def _packed(
     """Packs what a forward returns, in the layouts that compiled graphs are promised."""
     number = _number_of_ran(ran)
     if residual is not None:
-        # An engine's is as O: its heads may be of another size.
-        residual = residual if ran.adds_residual else laid_out_as(residual, call.q)
+        # An engine's, not INT8, is as O: its heads may be of another size.
+        residual = laid_out_as(residual, call.q) if residual.dtype == torch.int8 else residual
     elif call.traced and call.keeps_residual:
         residual = torch.empty_like(call.q, dtype=torch.int8)
     else:

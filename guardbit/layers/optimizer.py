@@ -35,7 +35,7 @@ def before(optimizer: Optimizer, weights: Iterable[Tensor]) -> list[Before]:
         return []
     wanted = {id(weight) for weight in weights}
     return [
-        Before(weight, {**group}, weight.detach().clone(), _copied(state))
+        Before(weight, {**group}, weight.detach().clone(), copy.deepcopy(state))
         for group in optimizer.param_groups
         for weight in group["params"]
         if id(weight) in wanted and weight.numel() <= MOST_NUMBERS
@@ -50,7 +50,10 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
     weight = nn.Parameter(kept.value.float())
     # After the step, because a closure makes the gradient within it.
     weight.grad = kept.weight.grad.float().clone()
-    state = {name: _wide(value) for name, value in kept.state.items()}
+    state = copy.deepcopy(kept.state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dtype in LOW:
+            state[name] = value.float()
     twin = copy.copy(optimizer)
     twin.param_groups = [{**kept.group, "params": [weight]}]
     twin.state = defaultdict(dict, {weight: state} if state else {})
@@ -74,18 +77,6 @@ def lost(optimizer: Optimizer, kept: Before) -> Iterator[tuple[str, str, Tensor]
 def _is_low(weight: Tensor, state: dict[str, Any]) -> bool:
     dtypes = [getattr(each, "dtype", None) for each in (weight, *state.values())]
     return type(weight) in (Tensor, nn.Parameter) and not LOW.isdisjoint(dtypes)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
-        for name, value in state.items()
-    }
-
-
-def _wide(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in LOW
-    return value.float() if is_low else value.clone() if isinstance(value, Tensor) else value
 
 
 def peers(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:

@@ -231,8 +231,7 @@ class ModuleAudits:
         is_wanted = is_wanted and self._calls.get(name, 0) < MOST_CALLS
         call = None
         if is_wanted:
-            begin = partial(Call, module, args, kwargs, autocast_now())
-            call = self._attempt(name, begin)
+            call = self._attempt(name, partial(Call, module, args, kwargs, autocast_now()))
             if call is not None and self._outer is not None:
                 call.has_room = self._outer.has_room
             self._calls.setdefault(name, 0)
@@ -300,7 +299,9 @@ class ModuleAudits:
                 self._late.append((name, call))
             raise
         finally:
-            self._outer = outer
+            self._outer, call.put_back = outer, None
+            if outer is not None:
+                gc.collect(0)  # of what it has made alone; nobody else collects in here
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
         before, self._undo = self._undo, []
@@ -393,10 +394,11 @@ class ModuleAudits:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """What an audit holds for a moment would set off collections of all there is (0.4 s each)."""
+    """Keeps what an audit holds for a moment from setting off full collections (0.4 s each)."""
     is_on = gc.isenabled()
-    gc.disable()
     try:
+        if is_on:
+            gc.disable()
         yield
     finally:
         if is_on:

@@ -259,7 +259,7 @@ class Notices:
             # Other lengths have other proofs in the same words.
             why = proof.failure or proof.no_residual
             if why and ranks.rank() == 0 and self.first(str(proof)):
-                lacks = "be given an exact delta" if proof.failure else "store what it rounds"
+                lacks = "be given an exact delta" if proof.failure else "add what it rounds itself"
                 log.warning("an attention kernel cannot %s: %s", lacks, proof)
 
     def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:

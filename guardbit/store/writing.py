@@ -125,8 +125,7 @@ class RunWriter:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file; it must be a folder to write a run to")
         folder.mkdir(parents=True, exist_ok=True)
-        listing = files.list_folder(folder)
-        number = 1 + max((key.number for key in listing.sessions), default=0)
+        number = 1 + max((key.number for key in files.list_folder(folder).sessions), default=0)
         self._folder, self._session = folder, SessionKey(number, uuid.uuid4().hex[:8])
         session = self._session
         self._session_path = folder / f"session-{session}.json"

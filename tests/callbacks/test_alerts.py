@@ -208,8 +208,7 @@ def test_errors_of_the_function_end_nothing_and_are_told_once(trains, tmp_path, 
     trains.fit(monitor, max_steps=2)
     assert calls == [0, 1], "the next alarm may get through"
     events = read_events(tmp_path / "run")
-    errors = events.loc[events["kind"] == "monitor_error", "why"].tolist()
-    (error,) = errors
+    (error,) = events.loc[events["kind"] == "monitor_error", "why"].tolist()
     assert error.startswith("on_alarm failed") and "no network" in error
     assert caplog.text.count("no network") == 1
     assert list(events["kind"]).count("alarm") == 2

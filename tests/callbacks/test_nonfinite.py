@@ -262,8 +262,7 @@ def test_in_the_trainer_the_loss_of_a_micro_batch_is_divided_as_there(tmp_path):
 
 
 def test_in_a_trainer_without_its_batches_the_reason_is_said_once(tmp_path, caplog, monkeypatch):
-    frames = "guardbit.callbacks.huggingface._callers"
-    monkeypatch.setattr(frames, lambda: iter([]))
+    monkeypatch.setattr("guardbit.callbacks.huggingface._callers", lambda: iter([]))
     train_spoilt(tmp_path, HuggingFaceMonitor(4, locate_nonfinite=True), {3, 4})
     assert sum("does not show its batches" in line for line in caplog.messages) == 1
 
@@ -306,11 +305,10 @@ def looped(tmp_path, batches, use=None, steps=6, **settings):
     return model, session
 
 
-def by_hand(session, model, run, loss):
-    return not all(p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_in_a_loop_the_place_is_named_and_no_call_of_the_replay_is_observed(tmp_path, same_weights):
+    def by_hand(session, model, run, loss):
+        return not all(p.grad.isfinite().all() for p in model.parameters())
+
     def use(session, model, run, loss):
         sites = session.instrumentation.sites.values()
         before = torch.get_rng_state(), [site.launches for site in sites]
@@ -387,8 +385,7 @@ def test_replays_and_skipped_steps_have_an_end(tmp_path):
 
     taken = []
     how = {"locate_nonfinite": True, "policy": Policy(on_nonfinite="skip")}
-    bad = set(range(1, MOST_SKIPPED + 3))
-    looped(tmp_path, bad, use, steps=MOST_SKIPPED + 6, **how)
+    looped(tmp_path, set(range(1, MOST_SKIPPED + 3)), use, steps=MOST_SKIPPED + 6, **how)
     assert len(rows_of(tmp_path)) == MOST_REPLAYS
     assert taken == [True, *[False] * MOST_SKIPPED, *[True] * 5]
     *skipped, last = rows_of(tmp_path, "skipped")

@@ -49,8 +49,7 @@ class LiftedLoop(Loop):
 
 
 def plain(folder):
-    first = Loop(dirpath=folder, **SETTINGS).run(range(FIRST), close=False)
-    state = first.leave()
+    state = Loop(dirpath=folder, **SETTINGS).run(range(FIRST), close=False).leave()
     LiftedLoop(dirpath=folder, **SETTINGS).resume(state, range(FIRST, LAST))
 
 

@@ -128,8 +128,7 @@ def train(folder, way, mesh):
     for head in range(HEADS):
         why = refusal(query_weight, head)
         norms.append(why or torch.linalg.matrix_norm(query_weight(head), 2).item())
-    check_switch = session.instrumentation.check_switch
-    refused = refusal(check_switch, SITE, "compensated", heads=[3])
+    refused = refusal(session.instrumentation.check_switch, SITE, "compensated", heads=[3])
     found = {
         "plain": plain,
         "watched": watched,

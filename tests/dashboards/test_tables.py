@@ -41,8 +41,7 @@ def switch(step, head):
 def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random):
     items = list(values.items())
     random.shuffle(items)
-    table = table_of(dict(items))
-    by_head = Recorded(table).by_head("delta_bias")
+    by_head = Recorded(table_of(dict(items))).by_head("delta_bias")
     assert by_head.notna().to_numpy().sum() == len(values)
     for (step, layer, head), value in values.items():
         assert by_head.loc[step, (layer, head)] == value

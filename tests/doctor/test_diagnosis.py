@@ -73,8 +73,7 @@ def test_errors_that_cancel_are_no_proof():
 
 def test_measures_are_those_of_the_definitions():
     tensors = peaked(2)
-    generator = torch.Generator().manual_seed(1)
-    w_q = torch.randn(32, 48, generator=generator)
+    w_q = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
     out, dq = kernel(tensors)
     u = torch.linalg.svd(w_q.double())[0][:, 0]
     found = measure(head_of(tensors, out, dq, direction=u.float()), FLASH)["recorded"]
@@ -102,8 +101,7 @@ def test_tied_maxima_are_counted_and_hidden_keys_are_none():
     tensors.k[:, :, 2:] = 0
     tensors.q[...] = tensors.k[:, :, :1]  # so that keys 0 and 1 have the largest score
     q, k, v, d_out = tensors
-    spec = AttentionSpec(1.0, True)
-    roots = find_roots(head_of_call(q, k, v, d_out, spec, 0), FLASH)
+    roots = find_roots(head_of_call(q, k, v, d_out, AttentionSpec(1.0, True), 0), FLASH)
     assert roots.tied == pytest.approx(5 / 6)  # all but the first row, which sees one key
 
 

@@ -41,10 +41,6 @@ def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
 examine = partial(examined_on, shape=SHAPE, device="cuda", most=4)
 
 
-def broken(found) -> list[str]:
-    return [str(finding) for finding in found.findings()]
-
-
 MASKS = ("full", "causal", "documents", "window:64", "padding")
 SOUND = [
     *product(("flash", "efficient", "math"), MASKS, (torch.bfloat16, torch.float16)),
@@ -55,9 +51,8 @@ SOUND = [
 @pytest.mark.parametrize(("name", "mask", "dtype"), SOUND, ids=str)
 def test_nothing_is_found_in_sound_engines(name, mask, dtype):
     kinds = OTHER_KINDS if name == "cudnn" else KINDS
-    assert (
-        broken(examine(engine_for(name, mask, dtype=dtype), mask, dtype=dtype, kinds=kinds)) == []
-    )
+    found = examine(engine_for(name, mask, dtype=dtype), mask, dtype=dtype, kinds=kinds)
+    assert [*map(str, found.findings())] == []
 
 
 @pytest.mark.parametrize("length", [64, 192, 256, 320, 384, 448, 576, 1000, 1024, 1088])
@@ -100,8 +95,7 @@ FAULTS = {
 def test_a_misbehaving_kernel_is_found_and_named(name, fault):
     engine = Wrapped(name, engine_for(name, "causal"), **FAULTS[fault]())
     kinds = OTHER_KINDS if name == "cudnn" else KINDS
-    examined = examine(engine, "causal", kinds=kinds)
-    found = examined.findings()
+    found = examine(engine, "causal", kinds=kinds).findings()
     name = fault if fault in ("nonfinite", "race") else "off"
     assert [one.fault for one in found] == [name], [str(one) for one in found]
     assert name == "off" or found[0].tensors == ("dq",)

@@ -275,8 +275,7 @@ def plan_of(seed: int, scenarios: list[str]) -> Plan:
     chance = random.Random(seed)
     weights = [SCENARIOS[name][1] for name in scenarios]
     scenario = chance.choices(scenarios, weights)[0]
-    error = chance.choice(ERRORS)
-    return Plan(seed, scenario, error, choose(counts_of(scenario), chance))
+    return Plan(seed, scenario, chance.choice(ERRORS), choose(counts_of(scenario), chance))
 
 
 def inject(plan: Plan) -> tuple[str, str]:

@@ -216,8 +216,7 @@ class FusedAttention(nn.Module):
             "deterministic": False, "softmax_offset": None, "fp8_output": False,
             "layer_number": 1, "return_max_logit": False, **self.options,
         }  # fmt: skip
-        backends = sys.modules[BACKENDS]
-        output = backends.FusedAttnFunc.apply(*arguments.values())
+        output = sys.modules[BACKENDS].FusedAttnFunc.apply(*arguments.values())
         return output.view(*output.shape[:-2], -1)
 
 

@@ -42,8 +42,7 @@ def check_no_overflow(self, lhs, rhs, binary_op):
 
 def block_type(self, element_ty, shape):
     """Makes the type of a tile, each shape checked and named once."""
-    sizes = tuple(s.value if type(s) is core.constexpr else s for s in shape)
-    key = element_ty.name, sizes
+    key = element_ty.name, tuple(s.value if type(s) is core.constexpr else s for s in shape)
     if key in BLOCKS:
         self.element_ty = element_ty
         self.shape, self.numel, self.name = BLOCKS[key]
@@ -82,8 +81,7 @@ def create_fma(self, x, y, z):
 
     Exact but for FP64's rounding of the sum, before that to FP32.
     """
-    product = np.multiply(x.data, y.data, dtype=np.float64)
-    total = np.add(product, z.data, dtype=np.float64)
+    total = np.add(np.multiply(x.data, y.data, dtype=np.float64), z.data, dtype=np.float64)
     return interpreter.TensorHandle(total.astype(numpy_dtype(z.dtype.scalar)), z.dtype.scalar)
 
 

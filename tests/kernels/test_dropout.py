@@ -152,8 +152,7 @@ def test_the_residual_is_of_the_output_with_dropout():
         q, k, v, causal=False, scale=0.25, stabilizers=["compensated"] * 2, dropout=dropout
     )
     assert result.residual is not None
-    mask = kept(int(word), 0.25, 1, 2, 24, 40)
-    truth = fp64(q, k, v, d_out, mask, 0.25)[0]
+    truth = fp64(q, k, v, d_out, kept(int(word), 0.25, 1, 2, 24, 40), 0.25)[0]
     single = result.out.double() - truth
     pair = single + decode_residual(result.out, result.residual).double()
     # P-bar is still rounded to BF16: 2^-9 of the root of 40 terms of size p v / (1 - p).
@@ -163,8 +162,7 @@ def test_the_residual_is_of_the_output_with_dropout():
 def test_shadow_and_exact_query_gradient():
     q, k, v, d_out = inputs((2, 4, 2, 30, 150, 16), dtype=torch.bfloat16)
     word = torch.tensor(5)
-    mask = kept(5, 0.3, 2, 4, 30, 150)
-    out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
+    out, _, dq, _, _ = fp64(q, k, v, d_out, kept(5, 0.3, 2, 4, 30, 150), 0.3, True)
     common = {"spec": AttentionSpec(0.25, True)}
     rows = torch.tensor([0, 7, 29])
     plain = reference.shadow(q, k, v, query_ids=rows, **common)

@@ -35,8 +35,7 @@ def block(attention):
 
     def run(q, k, v):
         q = F.dropout(q, 0.5)
-        out = attention(q, k, v)
-        return F.dropout(out, 0.2) + torch.rand(())
+        return F.dropout(attention(q, k, v), 0.2) + torch.rand(())
 
     return run
 

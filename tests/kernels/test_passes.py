@@ -124,8 +124,7 @@ def test_compensation_takes_the_coherent_error_with_either_sign():
     v[..., :1, 0::2] += 2.0**-7
     v[..., 1:, 1::2] += 2.0**-7
     ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["none", "compensated"])
-    truth = v.double().mean(2, keepdim=True).expand_as(q)
-    error = coherent_error(ours.out, truth, -2)
+    error = coherent_error(ours.out, v.double().mean(2, keepdim=True).expand_as(q), -2)
     assert (error[..., 0::2] == -256 * 2.0**-9).all()
     assert (error[..., 1::2] == 256 * 2.0**-9).all()
     # A quarter of a step.

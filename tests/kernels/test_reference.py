@@ -122,8 +122,7 @@ def test_compensation_makes_delta_exact_on_random_scores(key_tile):
     # Values of one sign, so that P-bar's mismatch with l has the sign it likes in all features.
     q, k, v, d_out = inputs((4, 1, 1, 128, 64, 32), torch.bfloat16)
     v, d_out = -2 - v.abs(), d_out.abs()
-    exact = attend(q, k, v, AttentionSpec(0.3)).out
-    delta = (d_out.double() * exact).sum(-1)
+    delta = (d_out.double() * attend(q, k, v, AttentionSpec(0.3)).out).sum(-1)
     result, _ = run(q, k, v, d_out, "compensated", scale=0.3, key_tile=key_tile)
 
     def error(out):

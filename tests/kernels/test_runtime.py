@@ -20,8 +20,7 @@ def test_copies_of_what_refers_to_it_refer_to_the_one_of_the_process():
     assert copy.deepcopy([runtime]) == [runtime]
     assert pickle.loads(pickle.dumps(runtime)) is runtime
     number = runtime.add_site("h.0.attn")
-    forget = copy.deepcopy(functools.partial(runtime.remove_site, number))
-    forget()
+    copy.deepcopy(functools.partial(runtime.remove_site, number))()
     assert runtime.site(number) is runtime.site(NO_SITE)
 
 

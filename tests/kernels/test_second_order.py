@@ -70,8 +70,7 @@ def test_with_dropout_heads_with_a_stabilizer_have_none(site):
 def test_heads_without_one_keep_those_of_the_entries_that_were_dropped(dropout_p, site):
     *qkv, d_out = inputs()
     expected = twice(partial(by_pytorch, dropout_p=dropout_p), qkv, d_out)
-    attention = at(site, dropout_p=dropout_p)
-    found = twice(attention, qkv, d_out)
+    found = twice(at(site, dropout_p=dropout_p), qkv, d_out)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 

@@ -58,8 +58,7 @@ def largest_of(scores):
 
 def check_delta(module, tensors, spec, truth, strict=False):
     heads = list(range(tensors[1].shape[1]))[::-1]
-    lse = truth.lse.float()
-    found = module.exact_delta(*tensors, lse, spec=spec, head_ids=heads)
+    found = module.exact_delta(*tensors, truth.lse.float(), spec=spec, head_ids=heads)
     assert found.dtype == torch.float32
     assert found.shape == truth.terms[:, heads].shape[:-1]
     error = (found - truth.terms.sum(-1)[:, heads]).abs()
@@ -271,8 +270,7 @@ def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
     assert (shared.item(), counted.item()) == (3, 4)
     entropy = per_head(found.entropy).item()
     assert entropy == pytest.approx(3 * math.log(3), rel=1e-6)
-    d_out = torch.ones_like(q)
-    bias = reference.delta_bias(d_out, found.out.bfloat16(), found.out)
+    bias = reference.delta_bias(torch.ones_like(q), found.out.bfloat16(), found.out)
     assert [x.item() for x in bias] == [0, 0]
     assert found.out[0, 0, :, 0].tolist() == [1, 1, 1, 1, 0, 0]
 

@@ -319,8 +319,7 @@ def test_dropout_is_not_measured_and_keeps_its_random_numbers():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_modules_in_checkpoints_are_audited_as_others_are(reentrant):
     torch.manual_seed(0)
-    model = Net(reentrant=reentrant)
-    events, watch = audits(model)
+    events, watch = audits(Net(reentrant=reentrant))
     assert not events
     assert {row.module for row in watch.findings.rows} >= {"head", "loss"}
     assert ("layer" in {row.module for row in watch.findings.rows}) is not reentrant
@@ -356,8 +355,7 @@ def test_weights_whose_memory_was_given_back_are_not_read():
 def test_token_ids_count_as_what_an_embedding_makes_of_them(monkeypatch):
     monkeypatch.setattr(calls, "MOST_NUMBERS", 2 * 16 * WIDTH)
     model = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 3))
-    tokens = torch.randint(9, (100, 16))
-    call = Call(model, (tokens,), {}, {})
+    call = Call(model, (torch.randint(9, (100, 16)),), {}, {})
     assert call.inputs[0][0].shape == (2, 16)
 
 

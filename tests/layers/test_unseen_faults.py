@@ -99,8 +99,7 @@ def row_of(fault, mode, run):
     outcome, step, module, sentence = outcome_of(name, *measured(fault, mode, True))
     twin = outcome_of(name, *measured(fault, mode, False))
     said = f"{twin[2]}: {twin[3]}" if twin[0] in ("named", "other") else ""
-    kind = number_of(fault)
-    row = run, kind, name, mode, outcome, step, module, sentence, said
+    row = run, number_of(fault), name, mode, outcome, step, module, sentence, said
     return dict(zip(COLUMNS, map(str, row), strict=True))
 
 
@@ -252,8 +251,7 @@ def test_small_rates_move_no_weights_in_bf16(mode):
         loop = build(unseen.small_rate, mode, wrong)
         high = getattr(loop.optimizer, "high", loop.parameters)
         names = [name for name, _ in loop.model.named_parameters()]
-        weights = dict(zip(names, high, strict=True))
-        weight = weights["blocks.0.mlp.up.weight"]
+        weight = dict(zip(names, high, strict=True))["blocks.0.mlp.up.weight"]
         before = weight.detach().clone()
         loop.step(0)
         return float((weight != before).float().mean())
@@ -269,8 +267,7 @@ def test_one_layer_is_odd():
     assert scales[3] > 25 * scales[:3].max()
 
     model = build(unseen.left_dropout, "autocast", True)
-    ids = model.batch(0)[0]
-    inputs = model.model.tokens(ids)
+    inputs = model.model.tokens(model.batch(0)[0])
     repeats = [torch.equal(block(inputs), block(inputs)) for block in model.model.blocks]
     assert repeats == [True, False, True, True]
 

@@ -230,8 +230,7 @@ def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth, bf16):
 def test_a_full_width_layer_norm_at_its_start(bf16):
     # The size of GPT-2 small: the fewer the heads, the more the norm couples them.
     module = full_width_normed(nn.LayerNorm(768), heads=12, width=768)
-    layout = layout_of(module, tokens(768, length=16), bf16=bf16)
-    weights = weights_of(layout.query, module)
+    weights = weights_of(layout_of(module, tokens(768, length=16), bf16=bf16).query, module)
     assert torch.equal(weights, module.q_proj.weight.view(12, 64, 768))
 
 

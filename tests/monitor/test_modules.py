@@ -1,6 +1,7 @@
 """The audit of modules in a session: what it says, and that it leaves a run as it was."""
 
 import copy
+import gc
 from collections import Counter
 from contextlib import nullcontext
 
@@ -14,6 +15,7 @@ import guardbit
 from guardbit import MonitorSession
 from guardbit.layers import audit, call
 from guardbit.layers.findings import Findings, Found
+from guardbit.monitor.modules import MODULES_A_SAMPLE
 from tests.layers.nets import Net, batch
 from tests.toys import Attention
 
@@ -141,7 +143,7 @@ def test_modules_inside_compiled_ones_are_audited(way):
     assert {row.module for row in session.modules} >= {"", "embed", "blocks.0", "blocks.1.up"}
 
 
-def test_the_first_sample_audits_all_modules_and_later_ones_four_in_turn():
+def test_the_first_sample_audits_all_modules_and_later_ones_some_in_turn():
     model = Net()
     session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
     audited = []
@@ -152,9 +154,34 @@ def test_the_first_sample_audits_all_modules_and_later_ones_four_in_turn():
     named = [name for name, part in model.named_modules() if not isinstance(part, nn.ModuleList)]
     assert not audited[0]  # the first step is left alone
     assert set(audited[1]) == set(named)
-    assert [len(each) <= 4 for each in audited[2:]] == [True, True]
+    assert [len(each) <= MODULES_A_SAMPLE for each in audited[2:]] == [True, True]
     assert not set(audited[2]) & set(audited[3])
     session.close()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_audits_leave_attributes_and_the_collector_as_they_were(is_compiled, is_on):
+    torch._dynamo.reset()
+    model, collects = Net(), []
+    head = model.head.forward
+
+    def forward(x):
+        if not torch.compiler.is_compiling():  # then only audits come here
+            collects.append(gc.isenabled())
+            model.head.calls = getattr(model.head, "calls", 0) + 1
+        return head(x)
+
+    model.head.forward = forward
+    try:
+        (gc.enable if is_on else gc.disable)()
+        trained(model, steps=9, run=compiled_around(model) if is_compiled else None)
+        assert gc.isenabled() == is_on
+    finally:
+        gc.enable()
+    own = 0 if is_compiled else 9
+    assert getattr(model.head, "calls", 0) == own < len(collects)
+    assert collects.count(True) == own * is_on
 
 
 def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_sample(monkeypatch):
@@ -172,7 +199,7 @@ def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_samp
             run(batch(step)).float().square().mean().backward()
         audited[step] = {row.module for row in session.modules if row.step == step}
     session.close()
-    # The first sample's are all, as no more than 32 are.
+    # The first sample's are all, as no more than 16 are.
     assert {step: names for step, names in audited.items() if names} == {
         step: audited[1] for step in (1, 2, 10)
     }

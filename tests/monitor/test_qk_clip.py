@@ -34,8 +34,7 @@ class Grouped(toys.Attention):
 
 def logits(module, x):
     """FP64 logits of every head, (H, N, N)."""
-    wide = module.double()
-    q, k, _ = wide.project(x.double())
+    q, k, _ = module.double().project(x.double())
     result = scores_of(q, k, AttentionSpec(SIZE**-0.5))[0].detach()
     module.float()
     return result

@@ -67,8 +67,7 @@ def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
 def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
     write(tmp_path, sample(1))
     write(tmp_path, sample(2), start_step=1)
-    broken = min(tmp_path.glob("samples-*"))
-    broken.write_bytes(b"PAR1")
+    min(tmp_path.glob("samples-*")).write_bytes(b"PAR1")
     follower = RunFollower(tmp_path)
     follower.look()
     with pytest.warns(UserWarning, match="left out the segment"):

@@ -59,6 +59,5 @@ def test_a_difference_and_its_interval_are_those_of_a_t_test():
     found = paired.difference(
         table(**{paired.EXACT: one, paired.SHAM: other}), [paired.EXACT], [paired.SHAM]
     )
-    wanted = ttest_ind(one, other)
-    interval = wanted.confidence_interval()
+    interval = ttest_ind(one, other).confidence_interval()
     assert found == pytest.approx([np.mean(one) - np.mean(other), *interval])

@@ -146,10 +146,10 @@ def heads_where(mask: np.ndarray) -> tuple[int, ...]:
 
 
 class Checked:
-    """A dataclass that refuses thresholds that are no numbers, or too small."""
+    """Base of rules that are dataclasses: refuses thresholds that are no numbers, or too small."""
 
     __slots__ = ()
-    smallest: ClassVar[dict[str, int]] = {}  # of a field, if that is not 0
+    smallest: ClassVar[dict[str, int]] = {}  # field -> smallest value, where that is not 0
 
     def __post_init__(self: Any) -> None:
         for field in dataclasses.fields(self):

@@ -123,14 +123,11 @@ def _copied_or_shared(x: Any, memo: dict[int, Any]) -> Any:
     except LayoutUnavailable:
         raise
     except Exception:
-        memo[id(x)] = made = _in_place_of(x)
+        made = _unread() if hasattr(type(x), "__next__") else x
+        if isinstance(x, io.IOBase):
+            made = io.StringIO() if isinstance(x, io.TextIOBase) else io.BytesIO()
+        memo[id(x)] = made
         return made
-
-
-def _in_place_of(x: Any) -> Any:
-    if isinstance(x, io.IOBase):
-        return io.StringIO() if isinstance(x, io.TextIOBase) else io.BytesIO()
-    return _unread() if hasattr(type(x), "__next__") else x
 
 
 def _unread() -> Iterator[Any]:

@@ -35,8 +35,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     ],
 )
 def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
-    figure = model_map(Recorded(run.frame, run.events), step)
-    axes = figure.axes[0]
+    axes = model_map(Recorded(run.frame, run.events), step).axes[0]
     boxes = [patch for patch in axes.patches if patch.get_gid() == "alarm"]
     found = [(box.get_y() + 0.5, box.get_x() + 0.5) for box in boxes]
     assert sorted(found) == alarmed

@@ -10,21 +10,13 @@ from guardbit.dashboards.report import write_reports
 from tests.dashboards.made import of_heads
 
 
-def short():
-    return of_heads(np.ones(10), 1.0 + np.arange(0, 100, 10), indicator="delta_bias")
-
-
-def few(run):
-    """Two layers, which are drawn faster than twelve."""
-    return run.frame[run.frame["layer"].isin([-1, 2, 3])]
-
-
 @pytest.fixture(scope="module")
 def comparison(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("two") / "comparison.html"
-    well = run.frame[run.frame["layer"].isin([-1, 4, 5])]
+    # Two layers, which are drawn faster than twelve.
+    ill, well = (run.frame[run.frame["layer"].isin([-1, *two])] for two in ((2, 3), (4, 5)))
     runs = [
-        Run("ill", few(run), run.events, {"precision": "bf16", "seed": 1}),
+        Run("ill", ill, run.events, {"precision": "bf16", "seed": 1}),
         Run("well", well, None, {"precision": "bf16", "seed": 2}),
     ]
     assert write_reports(runs, output) == output
@@ -71,7 +63,7 @@ def test_losses_are_compared_at_the_last_step_in_common(run, tmp_path, end):
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
-    frame = short()
+    frame = of_heads(np.ones(10), 1.0 + np.arange(0, 100, 10), indicator="delta_bias")
     write_reports([Run(str(n), frame) for n in range(4)], tmp_path / "r.html")
     with pytest.raises(ValueError, match="compares 4 runs at most"):
         write_reports([Run(str(n), frame) for n in range(5)], tmp_path / "r.html")

@@ -125,8 +125,7 @@ def test_seed_and_offset_are_kept_from_one_tensor_or_two(returned):
 
 @pytest.mark.parametrize("scale", [0.5, -1.0, 0.0])
 def test_the_scale_is_passed_on(scale):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = torch.randn(4, 1, 2, 9, 16, generator=generator)
+    q, k, v, d_out = torch.randn(4, 1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
     theirs = results(F.scaled_dot_product_attention, (q, k, v), d_out, False, scale=scale)
     ours = results(
         lambda q, k, v: switchable_attention(q, k, v, SITE, is_causal=False, scale=scale),
@@ -171,8 +170,7 @@ def test_without_gradients(mode):
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float16", "float32")])
 def test_autocast_casts_what_pytorch_casts(dtypes):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 11, 16, generator=generator)
+    q, k, v = torch.randn(3, 1, 2, 11, 16, generator=torch.Generator().manual_seed(0))
     q, k = q.to(getattr(torch, dtypes[0])), k.to(getattr(torch, dtypes[1]))
     with torch.autocast("cpu", torch.bfloat16):
         ours = switchable_attention(q, k, v, SITE, is_causal=False, scale=None)

@@ -327,8 +327,7 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
         options["block_mask"] = create_block_mask(window, *shape, device=DEVICE)
         options["score_mod"] = biased
         leaves = [x[:, :, :length].detach().requires_grad_() for x in inputs[:3]]
-        out = run(*leaves)
-        return torch.autograd.grad(out, (*leaves, bias), inputs[3][:, :, :length])
+        return torch.autograd.grad(run(*leaves), (*leaves, bias), inputs[3][:, :, :length])
 
     def exactly(length, inputs):
         leaves = [x[:, :, :length].double().requires_grad_() for x in inputs[:3]]

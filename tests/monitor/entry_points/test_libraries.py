@@ -301,8 +301,7 @@ def test_tensors_that_no_kernel_takes_are_left_to_the_function(change, why):
 def test_what_a_call_asks_for_is_understood_by_name_and_by_place():
     entry = by_name("flash_attn.flash_attn_varlen_func")
     entry.find()
-    documents = packed([5, 3], [5, 3], "cpu")
-    q, starts = torch.randn(8, 4, 32).bfloat16(), documents.cu_queries
+    q, starts = torch.randn(8, 4, 32).bfloat16(), packed([5, 3], [5, 3], "cpu").cu_queries
     bound = entry.bind(q, q, q, starts, starts, torch.tensor(5), 5, 0.0, 0.5, True, (9, 0), 3.0)
     assert bound.spec.documents[2:] == (5, 5)
     assert (bound.spec.scale, bound.spec.causal) == (0.5, True)
@@ -374,8 +373,7 @@ def measured(calls, num_heads=4):
 
 def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one():
     """Each row counts once, and sees its own document's keys only."""
-    entry = by_name(VARLEN)
-    model, x = build(entry)
+    model, x = build(by_name(VARLEN))
     attention, together, alone = model[0], [], []
     with instrumented(model) as inst:
         state = runtime.site(inst.candidates["0"].number)

@@ -45,8 +45,7 @@ def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
     state.observer, state.stabilizers = calls.append, stabilizers
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     options = {"is_causal": is_causal, "scale": None, "dropout_p": dropout_p}
-    out = switchable_attention(q, k, v, torch.tensor(number), **options)
-    out.backward(d_out)
+    switchable_attention(q, k, v, torch.tensor(number), **options).backward(d_out)
     runtime.remove_site(number)
     (call,) = calls
     return call

@@ -96,8 +96,7 @@ class Eager(nn.Module):
 
 def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(make())
-    return model, torch.randn(2, 12, WIDTH)
+    return nn.Sequential(make()), torch.randn(2, 12, WIDTH)
 
 
 def rows(path: str, part: int = 0, parts: int = 3) -> Callable[[nn.Module], Tensor]:

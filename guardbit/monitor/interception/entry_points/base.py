@@ -248,8 +248,7 @@ def observed(entry: EntryPoint, args: Args, kwargs: Kwargs) -> Bound | None:
     refusal = found.why if isinstance(found, Refusal) else None
     if isinstance(found, Refusal) and found.bound is not None:
         refusal = f"{found.why}; compiled it is not watched either"
-    heads = heads_of(found.q, found.k)
-    seen.note_traced_call(runtime.current, heads, refusal, entry.name)
+    seen.note_traced_call(runtime.current, heads_of(found.q, found.k), refusal, entry.name)
     return found if isinstance(found, Bound) and not runtime.is_at_rest else None
 
 
