@@ -168,7 +168,7 @@ def note_call(
             sharded = _keep_share(number, found, sharding.parts_of(holder))
         else:
             sharded = _keep_share(number, share, share.parts)
-        known.eager = SiteRecord(modules, StepCalls(), with_gradients, sharded)
+        record = known.eager = SiteRecord(modules, StepCalls(), with_gradients, sharded)
     refusal = refusal or record.sharded
     calls = state.call = frames.count_call()
     if with_gradients == record.with_gradients:
