@@ -389,9 +389,8 @@ class BackwardResult(NamedTuple):
     names: tuple[str, ...]  # the stabilizer that each head ran
 
 
-def backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResult:
-    state, engine = runtime.site(number_of(call.site)), ran.engine
-    plan = plan_of(ran.names, call.native)
+def backward(call: Call, state: SiteState, d_out: Tensor, saved: Saved, ran: Ran) -> BackwardResult:
+    engine, plan = ran.engine, plan_of(ran.names, call.native)
     k, shift = shift_keys(call.k, plan.names)
     if shift is not None:
         call = call._replace(k=k)

@@ -195,10 +195,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Runs a call, through the op if a compiler, a mode or a subclass sees it; out and lse."""
-    if not call.traced and is_direct(call.q, call.k, call.v) and not is_traced():
-        out, lse, *_ = _differentiable(call)
-    else:
-        out, lse, *_ = _by_op(call)
+    is_seen = call.traced or not is_direct(call.q, call.k, call.v) or is_traced()
+    out, lse, *_ = _by_op(call) if is_seen else _differentiable(call)
     return out, lse
 
 
@@ -434,9 +432,11 @@ def run_forward(call: Call) -> Saved:
 
 
 def _computed_backward(call: Call, d_out: Tensor, saved: Saved, ran: Ran) -> Gradients:
-    found = heads.backward(call, d_out, saved, ran)
+    state = runtime.site(number_of(call.site))
+    found = heads.backward(call, state, d_out, saved, ran)
     computed = _gradients(call, found.gradients)
-    _report(call, d_out, saved, ran, found, computed)
+    if state.observer is not None:
+        _report(call, d_out, saved, ran, found, computed)
     return computed
 
 
@@ -451,14 +451,14 @@ def _report(
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
     site = number_of(call.site)
-    observer = runtime.observer(site)
+    state, observer = runtime.site(site), runtime.observer(site)
     if observer is None:
         return
 
     def uncorrected() -> Tensor:
-        with runtime.site(site).uncounted():
+        with state.uncounted():
             plain = ran._replace(names=("none",) * call.q.size(1))
-            return heads.backward(call, d_out, saved, plain).gradients.dq
+            return heads.backward(call, state, d_out, saved, plain).gradients.dq
 
     keeps_residual = "compensated" in ran.names and not ran.shares_backward
     plan, used = heads.plan_of(found.names, call.native), found.carrier

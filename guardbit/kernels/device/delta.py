@@ -438,8 +438,8 @@ def delta_kernel(
 # H100 holds.
 _CACHE = 2**25
 
-# Launches that load nothing besides, and descriptors of K and V, by layouts.
-_plans: dict[Hashable, tuple[Callable[..., None], list[TensorDescriptor]]] = {}
+# Launches that load nothing besides, descriptors of K and V, and the heads' numbers, by layouts.
+_plans: dict[Hashable, tuple[Callable[..., None], list[TensorDescriptor], Tensor]] = {}
 
 
 def exact_delta(
@@ -456,20 +456,21 @@ def exact_delta(
 ) -> Tensor:
     """See `reference.exact_delta`; with `carrier` it writes the heads' rows of O' there."""
     d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
-    batch, num_heads, seqlen_q, head_dim = q.shape
-    ids = launch.device_constant(tuple(head_ids), torch.int32, q.device)
-    delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
-    if not delta.numel():
-        return delta
+    (batch, num_heads, seqlen_q, head_dim), head_ids = q.shape, tuple(head_ids)
+    delta = q.new_empty((batch, len(head_ids), seqlen_q), dtype=torch.float32)
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
-    layouts = map(launch.layout, (q, k, v, d_out, lse, out, carried))
-    key = spec, len(head_ids), carrier is None, q.device, *layouts
+    tensors = q, k, v, d_out, lse, out, carried
+    layouts = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
+    key = spec, head_ids, carrier is None, q.device, *layouts
     if (found := _plans.get(key)) is not None:
-        again, examples = found
+        again, examples, ids = found
         keys = map(launch.described, (k, v), examples) if examples else (k, v)
         again((q, *keys, d_out, lse, delta, delta, delta, ids, out, delta, carried))
         return delta
+    if not delta.numel():
+        return delta
+    ids = launch.device_constant(head_ids, torch.int32, q.device)
     kv_heads, seqlen_k, value_dim = v.shape[1:]
     call = launch.prepare(spec, q, v, "delta", delta)
     rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
@@ -478,14 +479,13 @@ def exact_delta(
         TensorDescriptor(x, [*x.shape], [*x.stride()], [1, 1, rows, width]) if use_tma else x
         for x, width in zip((k, v), widths, strict=True)
     ]
-    strides = launch.strides(q, k, v, d_out, lse)
     section = max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size()))
     counts = batch * len(ids), section, len(ids), num_heads // kv_heads, seqlen_q, seqlen_k
     again = launch.run(
         delta_kernel,
         -(-seqlen_q // call.tile.block_m) * batch * len(ids),
         (q, *keys, d_out, lse, *call.loaded, ids, out, delta, carried),
-        (*strides, call.mask_strides, *launch.strides(out, carried)),
+        (*launch.strides(q, k, v, d_out, lse), call.mask_strides, *launch.strides(out, carried)),
         (*counts, call.shift, call.inner_scale, call.scale),
         CARRY=carrier is not None,
         OVERLAP=call.tile.overlap,
@@ -495,7 +495,7 @@ def exact_delta(
     if all(x is delta for x in call.loaded):
         if len(_plans) >= 1024:
             _plans.clear()
-        _plans[key] = again, [launch.described(None, x) for x in keys if use_tma]
+        _plans[key] = again, [launch.described(None, x) for x in keys if use_tma], ids
     return delta
 
 
@@ -516,5 +516,5 @@ def carry_exact_delta(
         into = launch.empty_like_rows(out)
         if len(set(head_ids)) < q.shape[1]:
             into.copy_(out)
-    given = {"spec": spec, "head_ids": head_ids, "out": out, "carrier": into}
-    return Carried(into, exact_delta(d_out, q, k, v, lse, **given))
+    delta = exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids, out=out, carrier=into)
+    return Carried(into, delta)

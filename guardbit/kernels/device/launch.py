@@ -66,11 +66,6 @@ def described(x: Tensor | None, example: TensorDescriptor) -> TensorDescriptor:
     return made
 
 
-def layout(x: Tensor) -> Hashable:
-    """Returns all that a launch depends on of a tensor, its device apart."""
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
-
-
 def _kind(x: Any) -> Hashable:
     """Returns what Triton looks at of a tensor, or of the descriptor of one."""
     if isinstance(x, TensorDescriptor):
@@ -99,15 +94,16 @@ def run(
     )
 
     def launch(tensors: tuple[Any, ...]) -> None:
-        arguments = *tensors, *strides, *numbers
         with torch.cuda.device_of(tensors[0]):
             if known:
-                known[0][programs, 1, 1](*arguments, *known[1:])
+                known[0][programs, 1, 1](*tensors, *known[1])
                 return
-            compiled = kernel[(programs,)](*arguments, **constants)
+            arguments = *strides, *numbers
+            compiled = kernel[(programs,)](*tensors, *arguments, **constants)
         # The interpreter returns none, and on ROCm Triton looks at more.
         if compiled is not None and torch.version.hip is None:
-            known[:] = compiled, *(constants[name] for name in kernel.arg_names[len(arguments) :])
+            names = kernel.arg_names[len(tensors) + len(arguments) :]
+            known[:] = compiled, (*arguments, *(constants[x] for x in names))
 
     launch(tensors)
     return launch

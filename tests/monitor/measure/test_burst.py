@@ -49,8 +49,8 @@ def faulty(monkeypatch):
     def make(factor):
         backward = op_heads.backward
 
-        def wrong(call, d_out, left, ran):
-            found = backward(call, d_out, left, ran)
+        def wrong(*arguments):
+            found = backward(*arguments)
             dq = found.gradients.dq
             is_wrong = torch.tensor([name == "none" for name in found.names], device=dq.device)
             scales = 1 + factor * is_wrong[:, None, None].to(dq.dtype)
