@@ -2,8 +2,8 @@
 
 A flash backward needs O for delta = rowsum(dO O) and for nothing else. An engine that breaks this
 would spoil all gradients. So before an engine gets its first O', it runs three small backwards with
-random inputs like the call's. Two O' of equal delta must give the same gradients, and a third O' of
-another delta must change them as theory says:
+random inputs like the call's, and two more with the residual of O if it keeps one. Two O' of equal
+delta must give the same gradients, and a third O' of another delta must change them as theory says:
 
     dS = P (dP - delta),  so that delta + t adds  -scale t_i sum_j P_ij K_j  to dQ_i.
 """
