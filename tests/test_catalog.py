@@ -42,8 +42,7 @@ def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
 def test_the_page_on_indicators_names_no_other():
     page = (DOCS / "rules.md").read_text("utf-8")
     (section,) = re.findall(r"^## Indicators\n(.*?)^## ", page, re.M | re.DOTALL)
-    named = re.findall(r"^\| `(\w+)` \|", section, re.M)
-    assert named == list(INDICATORS)
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(INDICATORS)
 
 
 def test_names_and_keys_are_there_once():

@@ -409,8 +409,7 @@ def test_the_recorded_demo_tells_of_copies_and_of_a_lost_run(tmp_path, monkeypat
     assert "Lost: the loss diverged at step 13,860, 10,060 steps after the first alarm" in text
     assert "Corrected: 1 of 144 heads alarmed at step 4,050, and switched: rounding's share" in text
     assert "All but lost are copies of one run" in text
-    pages = {path.stem for path in tmp_path.glob("*.html")}
-    assert pages == {"comparison", *RECORDED}
+    assert {path.stem for path in tmp_path.glob("*.html")} == {"comparison", *RECORDED}
     data = Path(guardbit.__file__).parent / "recorded"
     assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 5 << 18
 

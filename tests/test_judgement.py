@@ -392,8 +392,7 @@ def test_an_alarm_on_no_measured_head_is_never_healthy(site):
 
 
 def test_a_run_in_which_no_head_was_measured_is_unclear():
-    alone = [one for one in samples() if not one.site]
-    assert judged(of=alone).state == "unclear"
+    assert judged(of=[one for one in samples() if not one.site]).state == "unclear"
     found = judged(of=[])
     assert (found.state, found.numbers["last_step"]) == ("unclear", None)
     assert found.headline == "Unclear: no head was watched"
@@ -638,8 +637,7 @@ def test_a_table_is_judged_as_its_samples_are():
 
 def test_of_long_runs_old_samples_are_thinned_and_the_first_and_last_kept():
     made = samples(logit=lambda step: 1.0 + step, every=2)
-    found = judged(alarm(0), switch(0), of=made)
-    assert found.numbers["still_growing"] == 1
+    assert judged(alarm(0), switch(0), of=made).numbers["still_growing"] == 1
     evidence = Evidence()
     evidence.add(made)
     # The end is the middle of the last three that are kept, of which one in 16 is.

@@ -163,8 +163,7 @@ def test_too_few_losses_are_told_of_at_the_start(tmp_path, caplog, settings, los
         return
     (line,) = told
     assert line.endswith(f"in 30 steps there will be {losses}, so set logging_steps=3")
-    recorded = read_run(tmp_path / "guardbit").query("indicator == 'loss'")
-    assert len(recorded) == losses
+    assert len(read_run(tmp_path / "guardbit").query("indicator == 'loss'")) == losses
 
 
 def test_a_loss_of_nan_that_the_trainer_logs_as_zero_is_recorded_as_nan(tmp_path, capsys):

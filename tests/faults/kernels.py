@@ -53,8 +53,7 @@ def draw(seed: int, device: str) -> Case:
         order = chance.choice(((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)))
         shape = (batch, heads, length, width)
         x = torch.randn([shape[axis] for axis in order], generator=generator) * factor
-        back = [order.index(axis) for axis in range(4)]
-        return x.to(dtype).to(device).permute(back)
+        return x.to(dtype).to(device).permute([order.index(axis) for axis in range(4)])
 
     q, d_out = tensor(group * key_heads, rows, scale), tensor(group * key_heads, rows)
     k, v = tensor(key_heads, columns, scale), tensor(key_heads, columns)

@@ -273,8 +273,7 @@ def _sound(scenario: str, is_watched: bool, counts: bool = False) -> Outcome:
 def plan_of(seed: int, scenarios: list[str]) -> Plan:
     """Draws what is injected where; the same for the same seed and scenarios."""
     chance = random.Random(seed)
-    weights = [SCENARIOS[name][1] for name in scenarios]
-    scenario = chance.choices(scenarios, weights)[0]
+    scenario = chance.choices(scenarios, [SCENARIOS[name][1] for name in scenarios])[0]
     return Plan(seed, scenario, chance.choice(ERRORS), choose(counts_of(scenario), chance))
 
 

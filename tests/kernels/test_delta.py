@@ -107,8 +107,7 @@ def test_delta_of_large_scores(module, size):
     q, k = q.zero_(), k.zero_()
     q[..., 0], q[..., 1] = 256, 1
     k[..., 0], k[..., 1] = size // 256, torch.randint(-3, 4, (70,), generator=generator)
-    tensors = d_out, q, k, v
-    check_delta(module, tensors, AttentionSpec(1.0), [0])
+    check_delta(module, (d_out, q, k, v), AttentionSpec(1.0), [0])
 
 
 @BOTH
@@ -375,8 +374,7 @@ def test_the_carrier_carries_the_delta_of_the_unrounded_output(shape, dtype, by_
     # Three terms carry 24 bits in BF16; the FP32 sum of `width` products rounds to 2^-24 each.
     bound = (d_out.double() * kept).abs().sum(-1) * 2.0**-22
     assert ((carried - wanted).abs() <= bound)[:, chosen].all()
-    others = [head for head in range(heads) if head not in chosen]
-    assert into[:, others].isnan().all()
+    assert into[:, [head for head in range(heads) if head not in chosen]].isnan().all()
     assert ((into != 0).sum(-1) <= 3)[:, chosen].all()
 
 

@@ -2,11 +2,12 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import varlen
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from examples import fa4_residual
 from guardbit.kernels import engines
@@ -47,7 +48,7 @@ PACKED = {"documents", "other keys", "window"}
 def run(engine, spec, inputs, site):
     d_out, *qkv = inputs
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, _ = attention_at_site(*leaves, site, spec, library_engine(engine, True))
+    out, _ = attention_at_site(*leaves, site, spec, engine and library_engine(engine, True))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -93,6 +94,36 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     assert after < before
     # dS and dQ are rounded to BF16, by 0.166 % each in the mean square.
     assert after < 4e-3
+
+
+def test_fa4_behind_pytorchs_flash_backend_keeps_the_residual(site, state, in_order, monkeypatch):
+    if why := fa4_residual.why_not():
+        pytest.skip(why)
+    of_pytorch, functions = "torch.nn.attention._fa4", fa4_residual.functions()
+    for name, function in functions.items():
+        monkeypatch.setattr(importlib.import_module("flash_attn.cute.interface"), name, function)
+    # Until 2.14 PyTorch takes two results, where this release returns five.
+    forward, backward = functions.values()
+    two = SimpleNamespace(_flash_attn_fwd=lambda *x, **how: forward(*x, **how)[:2])
+    two._flash_attn_bwd = backward
+    monkeypatch.setitem(sys.modules, "fa4_of_two_results", two)
+    current = "current_flash_attention_impl"
+    monkeypatch.setattr(torch.nn.attention, current, lambda: "FA4", raising=False)
+    spec = AttentionSpec(0.125, "top-left")
+    inputs = library_inputs(spec, 4, 448, 64, sharpness=0.4, on="cuda")
+    exact = dense(*inputs, AttentionSpec(0.125, True))
+    handle = pytest.importorskip(of_pytorch).register_flash_attention_fa4("fa4_of_two_results")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            native = run(None, spec, inputs, site)
+            state.switch(("none", "exact_delta", "exact_delta", "none"))
+            found = run(None, spec, inputs, site)
+    finally:
+        handle.remove()
+    assert state.launches["backward", "residual"] == 1, state.substituted
+    assert torch.equal(found[0], native[0]) and found[0].stride() == native[0].stride()
+    after, before = (relative(x[1][:, 1:3], exact.dq[:, 1:3]) for x in (found, native))
+    assert after < min(before, 4e-3)
 
 
 class Model(nn.Module):

@@ -26,8 +26,7 @@ def numbers(module, *inputs, autocast=True, gradient=None):
     """Runs a module and returns its call and the audit's numbers."""
     with torch.autocast("cpu", BF16, enabled=autocast):
         call = Call(module, inputs, {}, autocast_now())
-        output = module(*inputs)
-        made = call.take_outputs(output)
+        made = call.take_outputs(module(*inputs))
     given = gradient if gradient is not None else torch.randn_like(made[0])
     call.take_gradients([given.to(made[0].dtype), *[None] * (len(made) - 1)])
     return call, {key: float(value) for key, value in audit.audit(call).items()}

@@ -68,8 +68,7 @@ def test_only_the_logits_above_the_bound_shrink_and_to_the_bound(groups, expands
     module = Grouped(groups, expands, fused)
     sites, x = sites_of(module)
     before = logits(module, x)
-    largest = [40.0, 90.0, math.nan, 300.0, 100.0, math.inf]
-    clip(sites["0"], largest, 100.0)
+    clip(sites["0"], [40.0, 90.0, math.nan, 300.0, 100.0, math.inf], 100.0)
     expected = before.clone()
     expected[3] *= 100.0 / 300.0
     # Two FP32 roundings of each weight, of both factors of a product: 2^-22 of a sum of 24 terms.

@@ -99,6 +99,5 @@ def test_long_starts_are_compared_by_the_logits_they_have_come_to(long_starts):
     assert found["logit"].to_dict() == pytest.approx(expected)
     assert list(found["logit"]) == sorted(found["logit"])
     assert found["is_corrected"].sum() == 2
-    only = compared(long_starts[:3])
-    assert only["step"].unique() == [low_rate.COMPARED]
+    assert compared(long_starts[:3])["step"].unique() == [low_rate.COMPARED]
     assert compared(long_starts[:2]).empty

@@ -45,8 +45,7 @@ def test_a_run_is_compared_with_its_twin_at_the_last_common_step_by_6000():
     assert (row["alarmed"], row["alarmed twin's"]) == (2, 0)
     assert row["loss less twin's"] == pytest.approx(0.3)
     assert row["common mode"] == 0.2
-    short = twin._replace(frame=twin.frame.query("step < 5000"))
-    assert risk.table([run, short]).empty
+    assert risk.table([run, twin._replace(frame=twin.frame.query("step < 5000"))]).empty
 
 
 def test_the_correlation_over_kinds_is_spearmans_and_its_p_exact():

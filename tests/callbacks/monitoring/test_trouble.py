@@ -49,8 +49,7 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
     assert sum("called no attention" in message for message in caplog.messages) == 1
     frame = read_run(tmp_path / "run")
     assert set(frame.indicator) == {"loss", "grad_norm"} and len(values(frame, "loss")) == 8
-    errors = read_events(tmp_path / "run")
-    assert errors.kind.tolist() == ["monitor_error"]
+    assert read_events(tmp_path / "run").kind.tolist() == ["monitor_error"]
     with pytest.raises(RuntimeError, match="called no attention"):
         trains.fit(
             AttentionMonitor(2, dirpath=tmp_path / "strict", strict=True),
@@ -84,8 +83,7 @@ def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
     original = torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(SystemExit):
         trains.fit(Interrupts(), AttentionMonitor(2, dirpath=tmp_path / "run"), model=model)
-    frame = read_run(tmp_path / "run")
-    assert sorted(values(frame, "loss")) == [0, 1, 2, 3, 4]
+    assert sorted(values(read_run(tmp_path / "run"), "loss")) == [0, 1, 2, 3, 4]
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
     assert torch.nn.functional.scaled_dot_product_attention is original
     assert read_end(tmp_path / "run") == "interrupted"

@@ -69,8 +69,7 @@ def test_every_head_is_a_line_of_its_values(run, drawn, name, indicator, factor)
         layer, head = map(int, re.findall(r"\d+", label))
         np.testing.assert_array_equal(line.get_xdata(), run.steps)
         np.testing.assert_array_equal(line.get_ydata(), factor * run.values[indicator][layer, head])
-    alarmed = {"layer 2, head 7", "layer 2, head 3"}
-    assert highlighted(drawn[name].axes[0]) == alarmed
+    assert highlighted(drawn[name].axes[0]) == {"layer 2, head 7", "layer 2, head 3"}
 
 
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):

@@ -22,8 +22,7 @@ def measured(values):
 
 def test_before_the_run_has_written_anything(tmp_path):
     for folder in (tmp_path / "not yet" / "there", tmp_path):
-        watcher = LiveRun(folder)
-        state = state_of(watcher)
+        state = state_of(LiveRun(folder))
         assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
         assert state["status"]["samples"] is False and state["status"]["problem"] == ""
         assert '<div class="part" id="lede"></div>' in state["main"]

@@ -43,8 +43,7 @@ def report(run, without_figures, tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_tells_its_outcome_first_and_fits(visit, report, scheme, width):
-    viewport = {"width": width, "height": 900}
-    page = visit(report, color_scheme=scheme, viewport=viewport)
+    page = visit(report, color_scheme=scheme, viewport={"width": width, "height": 900})
     wait(page, "document.querySelectorAll('#story-charts .uplot').length === 3")
     assert page.inner_text("h1").startswith("Alarmed: 2 of 144 heads since step 2,950")
     assert page.locator("h1").bounding_box()["y"] < 300

@@ -409,8 +409,7 @@ def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
 
 def test_everything_is_given_back():
     code, operator = flex_attention.__code__, vars_of_operator()
-    held = torch.compile(flex_attention, backend=BACKEND)
-    with instrumented(Model(held, {})):
+    with instrumented(Model(torch.compile(flex_attention, backend=BACKEND), {})):
         assert flex_attention.__code__ is not code
         assert left_alone() == [], "a release that is known"
     assert flex_attention.__code__ is code
@@ -443,8 +442,7 @@ def test_what_is_refused(change, why):
 
 
 def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):
-    entry = dataclasses.replace(FLEX, original=None)
-    assert entry.find() and left_alone() == []
+    assert dataclasses.replace(FLEX, original=None).find() and left_alone() == []
     monkeypatch.setattr(FLEX, "original", None)
     monkeypatch.setattr(flex.private, "flex_autograd", None)
     assert not dataclasses.replace(FLEX, original=None).find()

@@ -63,8 +63,7 @@ def test_dq_of_documents_and_a_window(mode, monkeypatch):
 
     before = step()
     with instrumented(model, lambda call: None) as inst:
-        names = ("out", "dq", "dk", "dv")
-        pairs = zip(names, step(), before, strict=True)
+        pairs = zip(("out", "dq", "dk", "dv"), step(), before, strict=True)
         assert [name for name, *two in pairs if not torch.equal(*two)] == []
         inst.switch("*", "exact_delta", heads=[1, 2])
         after = step()

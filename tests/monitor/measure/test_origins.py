@@ -79,8 +79,7 @@ def run(
         rows = layer.q_proj.weight.detach().view(HEADS, SIZE, -1)[layer.order]
         true[step] = torch.linalg.matrix_norm(rows.double(), 2)
         session.end_step()
-    weight = layer.q_proj.weight
-    assert not weight._backward_hooks
+    assert not layer.q_proj.weight._backward_hooks
     session.close()
     frame = read_run(tmp_path)
     norms = frame[frame["indicator"] == "w_q_spectral_norm"].sort_values(["step", "head"])

@@ -129,8 +129,7 @@ def test_top_directions_attain_the_norm(heads, d_head, d_model, seed, size):
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(heads))
     attained = torch.einsum("hd,hdm->hm", directions.double(), weights.double()).norm(dim=1)
     torch.testing.assert_close(attained, exact_norms(weights), rtol=NORM_TOLERANCE, atol=0)
-    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    assert (largest > 0).all()
+    assert (directions.gather(1, directions.abs().argmax(1, keepdim=True)) > 0).all()
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

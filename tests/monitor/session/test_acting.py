@@ -30,8 +30,7 @@ def test_a_verdict_is_recorded_once(tmp_path):
     loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
     loop.run(range(0, 4000, 500))
     events = read_events(tmp_path)
-    departed = events[events["rule"] == "my_loss"]
-    assert departed["step"].tolist() == [1500, 2500, 3500]
+    assert events[events["rule"] == "my_loss"]["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
     assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
         [500, "unclear"]

@@ -112,8 +112,7 @@ def without_weights(lost, folder, rank, patch):
     if rank == lost:
         patch.setattr(sites, "settle", fail)
     with logged() as lines:
-        loop = Loop(dirpath=folder / "run")
-        loop.run(range(2))
+        Loop(dirpath=folder / "run").run(range(2))
     return lines
 
 

@@ -27,8 +27,7 @@ def test_one_error_costs_one_sample(stage, step, tmp_path, monkeypatch):
         broken.setattr(module, function, fail)
         loop.run([step], close=False)
     loop.run(range(step + 1, 12))
-    measured = set(values(tmp_path, indicator, SITES[1]))
-    assert measured == set(range(12)) - {step}
+    assert set(values(tmp_path, indicator, SITES[1])) == set(range(12)) - {step}
     assert loop.session.stages_off == ({stage} if step == 11 else set())
     (failed, *later) = reasons(tmp_path)
     assert failed[0] == step and failed[1].startswith(f"{stage}: on purpose")

@@ -328,8 +328,7 @@ def test_cuda_graphs(tiny, tokens, report):
 def test_data_parallel(tiny, report):
     with pytest.raises(ValueError, match="DataParallel") as refused:
         guardbit.instrument(nn.Sequential(nn.DataParallel(tiny.GPT())))
-    reason = f"refused at setup: {refused.value}"
-    report("Execution", DATA_PARALLEL, reason, "no", "no")
+    report("Execution", DATA_PARALLEL, f"refused at setup: {refused.value}", "no", "no")
 
 
 def test_the_table_has_a_row_for_each(committed):
