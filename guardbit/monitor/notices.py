@@ -259,8 +259,9 @@ class Notices:
             # Other lengths have other proofs in the same words.
             why = proof.failure or proof.no_residual
             if why and ranks.rank() == 0 and self.first(str(proof)):
-                lacks = "be given an exact delta" if proof.failure else "add what it rounds itself"
-                log.warning("an attention kernel cannot %s: %s", lacks, proof)
+                ours = "gives no exact delta itself, so GuardBit computes it"
+                what = "cannot be given an exact delta" if proof.failure else ours
+                log.warning("an attention kernel %s: %s", what, proof)
 
     def report_nothing_to_correct(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Says, once, that attention's delta is not rounded, if it runs like that."""
