@@ -7,6 +7,7 @@ compares the backward with FP64 differences of its own forward.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -94,22 +95,32 @@ class Compared(NamedTuple):
 
 def compared(low: Tensor, high: Tensor) -> Compared:
     """Compares a tensor with its reference of the same shape."""
-    sums = torch.zeros(4, dtype=torch.float64, device=high.device)
+    return Compared(*_from_sums(_sums(low, high)))
+
+
+def _sums(low: Tensor, high: Tensor) -> Tensor:
+    """<e, high>, |e|^2, |e * high|^2 and |high|^2, FP64 (4,)."""
+    found: list[Tensor] = []
     pieces = (tensor.reshape(-1).split(AT_ONCE) for tensor in (low, high))
     for some, exact in zip(*pieces, strict=True):
         exact = exact.double()
         error = some.double() - exact
         along = error * exact
-        squares = (each.square().sum() for each in (error, along, exact))
-        sums = sums + torch.stack([along.sum(), *squares])
-    gain, wrong, spread, size = sums
+        pairs = (error, exact), (error, error), (along, along), (exact, exact)
+        found.append(torch.stack([one @ other for one, other in pairs]))
+    return reduce(torch.add, found)
+
+
+def _from_sums(sums: Tensor) -> Tensor:
+    """What `Compared` holds, (3, ...), from sums (..., 4)."""
+    gain, wrong, spread, size = sums.unbind(-1)
     is_zero = size == 0
     # Where nothing should be, no part of it says how much there is.
     no_reference = ~size.isfinite() | (is_zero & (wrong != 0) & wrong.isfinite())
     found = torch.stack([gain / size, (wrong / size).sqrt(), CHANCE * spread.sqrt() / size])
     found = found.masked_fill(is_zero & (wrong == 0), 0.0)
     found = found.nan_to_num(math.inf, math.inf, -math.inf)
-    return Compared(*found.masked_fill(no_reference, math.nan))
+    return found.masked_fill(no_reference, math.nan)
 
 
 def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
@@ -126,20 +137,20 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
     high, of_high = run_again(call, torch.float32)
     if (defined := _as_defined(call, high)) is not None:
         high, of_high = defined
-    found: dict[tuple[str, str], Tensor] = {}
+    sums: dict[tuple[str, str], Tensor] = {}
     for index, (seen, again, exact) in enumerate(zip(call.outputs, low, high, strict=True)):
         if call.gradients[index] is None:
             continue
         name = "output" if index == 0 else f"output {index}"
         if seen.shape == again.shape and (seen.dim() or call.part.taken >= call.part.length):
-            found[name, REPEATED] = compared(again, seen).error
+            sums[name, REPEATED] = _sums(again, seen)
         else:
             seen = again
-        found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(seen, exact)
+        sums[name, GAIN] = _sums(seen, exact)
         given = floats(call.inputs)[:1]
         if call.kind == "block" and given and given[0].shape == exact.shape:
             added = exact.double() - given[0].double()
-            found[name, RESIDUAL] = compared(seen.double() - given[0].double(), added).error
+            sums[name, RESIDUAL] = _sums(seen.double() - given[0].double(), added)
     # Weights of modules inside are compared there. Here they may cancel: a bias before a softmax.
     own = {name for name, _ in call.module.named_parameters(recurse=False)}
     for name, exact in of_high.items():
@@ -153,7 +164,16 @@ def audit(call: Call, with_slope: bool = True) -> dict[tuple[str, str], Tensor]:
         # On CPUs PyTorch sums gradients of weights in BF16 in norms of BF16.
         sums_in_low = call.kind == "norm" and first and first[0].is_cpu and first[0].dtype in LOW
         if not (is_weight and sums_in_low):
-            found[name, GAIN], found[name, ERROR], found[name, BY_CHANCE] = compared(given, exact)
+            sums[name, GAIN] = _sums(given, exact)
+    found: dict[tuple[str, str], Tensor] = {}
+    for home in {each.device for each in sums.values()}:
+        here = {key: each for key, each in sums.items() if each.device == home}
+        # All at once: on a GPU, the time of small operations is the host's.
+        values = _from_sums(torch.stack([*here.values()])).unbind()
+        for (name, statistic), *three in zip(here, *values, strict=True):
+            every = zip((GAIN, ERROR, BY_CHANCE), three, strict=True)
+            kept = every if statistic == GAIN else [(statistic, three[1])]
+            found |= {(name, which): value for which, value in kept}
     for which in ("input", "weights") if with_slope else ():
         of_inputs = which == "input"
         gradients = {n: g for n, g in of_high.items() if n.startswith("input") is of_inputs}
@@ -225,5 +245,4 @@ def _sizes(call: Call) -> Iterator[tuple[str, Tensor]]:
 
 def _size(tensor: Tensor) -> Tensor:
     """The root mean square."""
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm / math.sqrt(max(1, tensor.numel()))
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64) / math.sqrt(max(1, tensor.numel()))

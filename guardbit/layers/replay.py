@@ -51,7 +51,7 @@ MOST_WEIGHT_BYTES = 2**28
 MOST_ENTRIES = 1000
 
 #: What is put back, or looked into, where modules hold it.
-_KEPT = (nn.Module, Tensor, torch.Generator, dict, tuple, list, deque, set)
+_KEPT = (dict, tuple, list, deque, set, nn.Module, Tensor, torch.Generator)  # by how often
 
 
 class RandomState(NamedTuple):
@@ -259,7 +259,7 @@ class _Held:
         elif isinstance(held, torch.Generator):
             self._undo.append(partial(held.set_state, held.get_state()))
         elif isinstance(held, dict):
-            self._undo.append(partial(_refill, held, {**held}))
+            self._undo.append(partial(_refill, held, {**held}) if held else held.clear)
             return held.values() if len(held) <= MOST_ENTRIES else ()
         elif isinstance(held, tuple):
             return held if len(held) <= MOST_ENTRIES else ()
@@ -296,8 +296,7 @@ def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 def _exchange(held: Any, before: list[Any]) -> None:
     held.clear()
-    add = held.update if isinstance(held, set) else held.extend
-    add(before)
+    (held.update if isinstance(held, set) else held.extend)(before)
 
 
 # --- what is observed -----------------------------------------------------------------------------
