@@ -6,6 +6,7 @@ imported, by whatever test comes first, so it is chosen here.
 
 import gc
 import json
+import math
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from guardbit.kernels import engines
 from guardbit.kernels.engines import proof as proofs
+from guardbit.monitor import modules
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,6 +31,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # No test cuts the power. Bad descriptors are still refused.
 os.fsync = os.fstat
+
+# Tests are over before the share of their time is long enough for a turn of audits.
+modules.SHARE = math.inf
 
 # What is made while tests are collected, mostly modules, stays: a million objects that the garbage
 # collector need not look through again and again.

@@ -2,10 +2,12 @@
 
 import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -26,10 +28,11 @@ from guardbit.monitor.measure import Transfer
 from guardbit.monitor.stages import Stages, log, text_of
 from guardbit.records import Event, ModuleRow
 
-#: Modules that a sampled step audits, in turn; the first audits all.
-MODULES_A_SAMPLE = 2
-#: Of the weights that an optimizer changes, a sampled step looks at every eighth. Modules inside a
-#: compiled one wait for every eighth sample, because for them all of it runs again.
+#: Modules that have a turn together, because for those inside a compiled one all of it runs again.
+A_TURN = 24
+#: The largest share of the run's time that turns take; the first sample audits all, besides.
+SHARE = 0.005
+#: Of the weights that an optimizer changes, a sampled step looks at every eighth.
 TURNS = 8
 #: Calls of a module that a step audits; a module may be called more often.
 MOST_CALLS = 2
@@ -80,7 +83,8 @@ class ModuleAudits:
         self.has_stepped = False  # before that models are compiled, and nothing is audited
         self._is_whole = self._has_begun = self._is_sloped = False
         self._has_described = self._has_compared = False
-        self._turn = self._step = 0
+        self._turn = self._step = self._next = 0
+        self._taken, self._took, self._since = 0, 0.0, 0.0  # modules, seconds, and their begin
         self._undo: list[Callable[[], object]] = []
         self._open: list[tuple[nn.Module, Call | None]] = []  # in their forward, outermost first
         self._calls: dict[str, int] = {}
@@ -124,14 +128,15 @@ class ModuleAudits:
             return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
-        rounds = -(-len(modules) // MODULES_A_SAMPLE)
-        late = TURNS if 0 in turns else 0  # turns that modules inside compiled ones have waited
-        due = [(self._turn - index // MODULES_A_SAMPLE) % rounds for index in range(len(modules))]
-        taken = [
-            (module, name)
-            for (module, name), since in zip(modules, due, strict=True)
-            if is_whole or since < (late if module in hidden else 1)
-        ]
+        now, count = time.perf_counter(), len(modules) if is_whole else min(A_TURN, len(modules))
+        expected = count * self._took / max(1, self._taken)
+        if is_whole or expected <= SHARE * (now - self._since):
+            self._took, self._taken, self._since = 0.0, count, now
+        else:
+            count = 0
+        begins = 0 if is_whole else self._next
+        taken = [*islice(cycle(modules), begins, begins + count)]
+        self._next = (begins + count) % max(1, len(modules))
         self._turn += not is_whole
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
             self._hook(module, names[module])
@@ -287,6 +292,7 @@ class ModuleAudits:
             if inner.keys() - {call.module}:
                 self._audit_inside(call, inner)
 
+        start = time.perf_counter()
         makers = (
             partial(runtime.unobserved, by_pytorch=True),
             partial(torch.compiler.set_stance, "force_eager"),
@@ -302,6 +308,8 @@ class ModuleAudits:
             self._outer, call.put_back = outer, None
             if outer is not None:
                 gc.collect(0)  # of what it has made alone; nobody else collects in here
+            else:
+                self._took += time.perf_counter() - start
 
     def _audit_inside(self, call: Call, inner: dict[nn.Module, str]) -> None:
         before, self._undo = self._undo, []
@@ -396,9 +404,8 @@ class ModuleAudits:
 def _uncollected() -> Iterator[None]:
     """Keeps what an audit holds for a moment from setting off full collections (0.4 s each)."""
     is_on = gc.isenabled()
+    gc.disable()
     try:
-        if is_on:
-            gc.disable()
         yield
     finally:
         if is_on:

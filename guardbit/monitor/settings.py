@@ -92,7 +92,7 @@ class Settings:
             of random state, and waits for the device once a step. `guardbit.locate_nonfinite` says
             what is as before afterwards.
         audit_modules: On rank 0, run a part of modules' calls once more, as they ran and in FP32,
-            and compare: all modules at the first sample after step 0, then four in turn. State
+            and compare: all modules at the first sample after step 0, then some in turn. State
             outside modules that a forward changes, such as a global generator, is not put back:
             do not use it on such models. Models without attention are taken, if no policy is given.
         on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, once it is recorded, to send

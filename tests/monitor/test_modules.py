@@ -4,6 +4,8 @@ import copy
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import guardbit
 from guardbit import MonitorSession
 from guardbit.layers import audit, call
 from guardbit.layers.findings import Findings, Found
-from guardbit.monitor.modules import MODULES_A_SAMPLE
+from guardbit.monitor import modules
 from tests.layers.nets import Net, batch
 from tests.toys import Attention
 
@@ -143,20 +145,45 @@ def test_modules_inside_compiled_ones_are_audited(way):
     assert {row.module for row in session.modules} >= {"", "embed", "blocks.0", "blocks.1.up"}
 
 
-def test_the_first_sample_audits_all_modules_and_later_ones_some_in_turn():
+def test_the_first_sample_audits_all_modules_and_later_ones_some_in_turn(monkeypatch):
+    monkeypatch.setattr(modules, "A_TURN", 2)
     model = Net()
     session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
     audited = []
     for step in range(4):
         with session.step(step):
             model(batch(step)).float().square().mean().backward()
-        audited.append(dict.fromkeys(row.module for row in session.modules))
+        audited.append({row.module for row in session.modules})
     named = [name for name, part in model.named_modules() if not isinstance(part, nn.ModuleList)]
     assert not audited[0]  # the first step is left alone
-    assert set(audited[1]) == set(named)
-    assert [len(each) <= MODULES_A_SAMPLE for each in audited[2:]] == [True, True]
-    assert not set(audited[2]) & set(audited[3])
+    assert audited[1] == set(named)
+    assert audited[2:] == [set(named[:2]), set(named[2:4])]
     session.close()
+
+
+def test_turns_take_a_small_share_of_the_time(monkeypatch):
+    clock, turns, one_audit = 0.0, {}, audit.audit
+
+    def slow(call, *args):
+        nonlocal clock
+        turns.setdefault(step, []).append(clock)
+        clock += 1.0
+        return one_audit(call, *args)
+
+    monkeypatch.setattr(audit, "audit", slow)
+    monkeypatch.setattr(modules, "time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(modules, "SHARE", 0.01)
+    model = Net()
+    session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
+    for step in range(40):
+        clock += 100.0
+        with session.step(step):
+            model(batch(step)).float().square().mean().backward()
+    session.close()
+    # Net has fewer modules than a turn takes: each turn audits all. It comes as soon as it may.
+    assert len(turns) >= 3
+    for before, after in pairwise(turns.values()):
+        assert 100 * len(before) <= after[0] - before[0] < 100 * len(before) + 200
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -184,8 +211,8 @@ def test_audits_leave_attributes_and_the_collector_as_they_were(is_compiled, is_
     assert collects.count(True) == own * is_on
 
 
-def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_sample(monkeypatch):
-    """For them all of it runs again; each is audited once, not in every repetition around it."""
+def test_modules_inside_a_compiled_one_are_audited_once_a_turn(monkeypatch):
+    """Not in every repetition around them."""
     audits, one_audit = Counter(), audit.audit
     monkeypatch.setattr(
         audit, "audit", lambda call, *args: audits.update([call.module]) or one_audit(call, *args)
@@ -194,15 +221,12 @@ def test_modules_inside_a_compiled_one_are_audited_together_at_every_eighth_samp
     model = Net()
     run, audited = compiled_around(model), {}
     session = MonitorSession(model, every_n_train_steps=1, audit_modules=True)
-    for step in range(12):
+    for step in range(4):
         with session.step(step):
             run(batch(step)).float().square().mean().backward()
         audited[step] = {row.module for row in session.modules if row.step == step}
     session.close()
-    # The first sample's are all, as no more than 16 are.
-    assert {step: names for step, names in audited.items() if names} == {
-        step: audited[1] for step in (1, 2, 10)
-    }
+    assert audited[0] == set() and audited[1] == audited[2] == audited[3]
     assert {*audits.values()} == {3}
     assert {"", "embed", "blocks.1.up"} < audited[1]
 

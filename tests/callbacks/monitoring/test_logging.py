@@ -6,7 +6,6 @@ import re
 from unittest.mock import Mock
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -132,7 +131,6 @@ ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
 
 
 def test_audits_of_modules_are_logged(trains, tmp_path):
-    torch._dynamo.reset()  # what other tests have compiled takes other turns
     recorder = Recorder()
     monitor = AttentionMonitor(2, audit_modules=True, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, max_steps=7, logger=recorder, log_every_n_steps=1)
@@ -140,7 +138,7 @@ def test_audits_of_modules_are_logged(trains, tmp_path):
     rows = guardbit.load(tmp_path / "run").modules
     excess = (rows["value"].abs() / rows["limit"]).groupby(rows["step"]).max()
     assert logged == pytest.approx(excess.to_dict())
-    assert set(logged) == {2, 6}  # at 4 it is the turn of two that are not compared
+    assert set(logged) == {2, 4, 6}
 
 
 class Seen(Callback):
