@@ -6,11 +6,11 @@
 Random weights and tokens, BF16, AdamW, gradients clipped. In each round a block is timed without a
 monitor; then, with one, its first sample, a block without a sample, samples with the two steps
 after each, which may have to wait for it, and blocks with all heads on `exact_delta` and on
-`compensated`, for which compiled layers have no room; last, a second block without a monitor, since
-machines drift. At a cadence of 50, the mean step of a watched run is one without a sample plus a
-fiftieth of what a sample adds; p95 is of steps without a sample, because samples are rarer than 5
-%. Ratios are taken within a round, medians over rounds; that of memory is the largest of all ranks.
-Every rank has its own tokens, except under TP.
+`compensated`; last, a second block without a monitor, since machines drift. At a cadence of 50, the
+mean step of a watched run is one without a sample plus a fiftieth of what a sample adds; p95 is of
+steps without a sample, because samples are rarer than 5 %. Ratios are taken within a round, medians
+over rounds; that of memory is the largest of all ranks. Every rank has its own tokens, except under
+TP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import machine, timed, write
-from guardbit import MonitorSession
+from guardbit import MonitorSession, Policy
 
 EVERY, BLOCK, WARM_UP, SAMPLES, AFTER = 50, 40, 4, 4, 2
 VOCABULARY = 32_000
@@ -142,9 +142,13 @@ def measure(strategy: str, device: torch.device, options: argparse.Namespace) ->
         error, most = norms_error(layers, session), peak(device)
         all_heads = {}
         for name in ("exact_delta", "compensated"):
+            session.close()
+            # Compiled layers get room for what the policy names.
+            session = MonitorSession(model, every_n_train_steps=EVERY, policy=Policy(name))
+            block(0, 1)
             session.instrumentation.switch("*", name)
-            block(EVERY * (2 + SAMPLES) + 1, WARM_UP)
-            all_heads[f"{name}_ratio"] = block(EVERY * (2 + SAMPLES) + 1 + WARM_UP)
+            block(1, WARM_UP)
+            all_heads[f"{name}_ratio"] = block(1 + WARM_UP)
         session.close()
         session = None
         block(0, WARM_UP)

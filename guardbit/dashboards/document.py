@@ -127,8 +127,7 @@ def tiles(run: RunSoFar) -> list[Tile]:
         departed = f"the loss diverged at step {numbers['departed']:,}"
     lead = "–" if numbers["lead"] is None else f"{numbers['lead']:,} steps"
     last = last_loss(run.last_losses)
-    samples = len(run.last_losses)
-    median = f"median of the last {samples} samples" if isinstance(last, float) else ""
+    median = f"median of the last {len(run.last_losses)} samples" if isinstance(last, float) else ""
     return [
         Tile("First alarm", first_alarm, said),
         Tile("Lead on the loss", lead, departed),
@@ -263,8 +262,8 @@ _EVIDENCE = (
     " correcting earned nothing measurable. Larger models were not studied."
 )
 _COST = (
-    "Watching added 0.3 to 1.1 % to a compiled step of GPT-2 small on one H200, correcting all"
-    " heads 2.5 to 4.4 %. Elsewhere it is not known; benchmarks/overhead.py measures it."
+    "Watching added 0.2 to 1.1 % to a compiled step of GPT-2 small on one H200, correcting all"
+    " heads 2.4 to 4.7 %. Elsewhere it is not known; benchmarks/overhead.py measures it."
 )
 _PLACES = {
     "none": "q and k do not change with a token's place",
