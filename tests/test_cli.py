@@ -341,8 +341,7 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(plain_run, tmp_path, mon
     text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert f"<th>{tmp_path.name}/version_1/run</th>" in text
     check_refused(invoke("report", plain_run, other), "comparison.html exists already")
-    again = invoke("report", plain_run, other, "--output", "comparison.html")
-    assert again.exit_code == 0
+    assert invoke("report", plain_run, other, "--output", "comparison.html").exit_code == 0
 
 
 def test_a_warning_about_one_file_is_said_once(plain_run, tmp_path):

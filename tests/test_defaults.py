@@ -72,8 +72,7 @@ def test_a_run_is_the_same_under_any_default(stabilizer, change_default, tmp_pat
 
     expected = run("plain")
     change_default()
-    found = run("other")
-    assert all(map(torch.equal, expected.model.parameters(), found.model.parameters()))
+    assert all(map(torch.equal, expected.model.parameters(), run("other").model.parameters()))
     tables = [read_run(tmp_path / name) for name in ("plain", "other")]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
     assert switches(tmp_path / "other") == switches(tmp_path / "plain") != []

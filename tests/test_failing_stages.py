@@ -103,8 +103,7 @@ def test_after_an_error_no_view_says_healthy(tmp_path, stage, at):
     session, has_failed = broken_run(tmp_path / "a run", stage, at)
     if not has_failed:
         pytest.skip("the stage does not run at this step")
-    healthy = [view for view, said in views(tmp_path / "a run", session) if "ealthy" in said]
-    assert healthy == []
+    assert [view for view, said in views(tmp_path / "a run", session) if "ealthy" in said] == []
     if stage != "judgement":  # it goes without one
         said = session.judgement.headline
         assert said.startswith(f"Unclear: from step {at} on, because ") and "on purpose" in said

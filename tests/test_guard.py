@@ -219,8 +219,7 @@ def test_a_stand_in_is_tried_twice_and_then_gives_up(failures, result, told, giv
         fail("before")
         return guard.Around(args, kwargs, after)
 
-    made = guard.stand_in(Place, before, None, errors.append, last.append)
-    assert made(1) == result
+    assert guard.stand_in(Place, before, None, errors.append, last.append)(1) == result
     assert ([str(error) for error in errors], [str(error) for error in last]) == (told, given_up)
 
 

@@ -44,8 +44,7 @@ def shares(low, share, high):
 
 
 def alarm(step, head=2, rule="norm_growth", site=SITE, judges="head"):
-    heads = (head,) if site else ()
-    return Event(step, "alarm", site, heads, "It grew.", rule=rule, judges=judges)
+    return Event(step, "alarm", site, (head,) if site else (), "It grew.", rule=rule, judges=judges)
 
 
 def loss_alarm(step):
@@ -213,8 +212,7 @@ def counted(found, *names):
 def test_what_is_counted_of_a_run():
     found = judged(alarm(6750), switch(6750), **AFTER)
     assert counted(found, "first_alarm", "first_switch", "switched") == (6750, 6750, 4)
-    expected = ((1, 2),), ("exact_delta",), None
-    assert counted(found, "alarmed", "stabilizers", "lead") == expected
+    assert counted(found, "alarmed", "stabilizers", "lead") == (((1, 2),), ("exact_delta",), None)
     found = judged(alarm(3000), loss_alarm(6910), loss=rising_from(6900))
     assert counted(found, "departed", "lead", "first_alarm") == (6910, 3910, 3000)
     # Of switches at two steps the first counts; of one that was undone, what is so now.
@@ -248,8 +246,7 @@ def test_a_sample_may_come_in_parts():
             else [one.values[:2], (math.nan, math.nan, *one.values[2:])]
         )
     ]
-    whole = judged(alarm(6750), switch(6750), **AFTER)
-    assert judged(alarm(6750), switch(6750), of=parts) == whole
+    assert judged(alarm(6750), switch(6750), of=parts) == judged(alarm(6750), switch(6750), **AFTER)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +299,7 @@ def test_a_head_that_grows_on_after_its_switch_is_not_corrected(norm, logit, sta
     )
     assert (found.state, found.numbers["still_growing"]) == (state, int(state == "alarmed"))
     # Switched from the start, it may have grown up to its alarm.
-    from_start = judged(switch(0), alarm(LAST), logit=grown(logit))
-    assert from_start.numbers["still_growing"] == 0
+    assert judged(switch(0), alarm(LAST), logit=grown(logit)).numbers["still_growing"] == 0
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,7 @@ def test_nothing_measured_is_nan():
     collection = all_metrics()
     with pytest.warns(UserWarning, match="before the ``update`` method"):
         assert all(values.isnan().all() for values in collection.compute().values())
-    nothing = MaxLogit(1, causal=True)(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 0, 4))
-    assert nothing.isnan().all()
+    assert MaxLogit(1, causal=True)(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 0, 4)).isnan().all()
     call = inputs_of(0)
     del call["w_q"]
     without = all_metrics(indicators=["dq_relative_error", "dq_coherent_error"])

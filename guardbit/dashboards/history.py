@@ -159,8 +159,7 @@ class History:
                 values, EXCESS_INDICATORS[name], has_moved[:width], until
             )
         which = np.nan_to_num(found, nan=-1.0).argmax(axis=0)
-        worst = found[which, np.arange(len(which))]
-        return self._map(worst, np.nan), self._map(which, 0), names
+        return self._map(found[which, np.arange(len(which))], np.nan), self._map(which, 0), names
 
     def _map(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
         spread = np.full((self.num_layers, self.num_heads), missing, dtype=values.dtype)
@@ -229,8 +228,7 @@ def times_baseline(
         # That of one that has moved would be its illness: it is compared with the median head.
         alone = moved & np.isnan(early) & (count > 0)
         usual, known = np.where(alone, 0.0, usual), known | alone
-    ordered = _without_gaps(logs)
-    latest = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None], axis=0)[0]
+    latest = np.take_along_axis(_without_gaps(logs), np.maximum(count - 1, 0)[None], axis=0)[0]
     excess = np.exp(np.clip(latest - usual, 0.0, np.log(_LARGEST)))
     return np.where(known, excess, np.where(count > 0, 1.0, np.nan))
 

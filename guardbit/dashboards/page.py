@@ -69,8 +69,7 @@ _SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "live.js")
 @cache  # a server's policy names the scripts that it has begun with
 def asset(name: str) -> str:
     """Reads a file of a page: template, style, drawing, or the chart library (uPlot, MIT)."""
-    place = resources.files("guardbit.dashboards").joinpath("web", name)
-    return place.read_text(encoding="utf-8")
+    return resources.files("guardbit.dashboards").joinpath("web", name).read_text(encoding="utf-8")
 
 
 def script_of(name: str) -> str:

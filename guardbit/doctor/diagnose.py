@@ -171,8 +171,7 @@ def _row_max(chunk: Chunk) -> Tensor:
     shift = SHIFT_MIN + (_FACTOR * top.abs()) % (most - SHIFT_MIN)
     factor = torch.where(tied, (-shift).exp(), 1.0)
     sums = FLASH.rounded("P", numerators * factor, dtype) @ chunk.wide("v")
-    out = FLASH.rounded("O", sums / (total * factor), dtype)
-    return chunk.run(FLASH, out).dq
+    return chunk.run(FLASH, FLASH.rounded("O", sums / (total * factor), dtype)).dq
 
 
 class Roots(NamedTuple):

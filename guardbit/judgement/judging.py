@@ -291,8 +291,7 @@ def cause_of(
             continue
         if len(measured) == len(SHARES) and all(map(math.isfinite, measured.values())):
             return cause_by(*(measured[name] for name in SHARES))
-    named = {alarm.site for alarm in alarmed.values()}
-    if nothing := nothing_to_correct(metadata, PRECISE, named):
+    if nothing := nothing_to_correct(metadata, PRECISE, {alarm.site for alarm in alarmed.values()}):
         return Cause("not rounding", nothing)
     if len(corrected) == len(alarmed) > 0:
         return Cause("not measured", say.CORRECTED)
@@ -313,5 +312,4 @@ def risk_of(evidence: Evidence, metadata: Mapping[str, Any] | None) -> Risk:
     if not when and not HARDLY_AT_RISK <= largest <= AT_RISK:
         what = "at risk" if largest > AT_RISK else "hardly at risk"
     layers = sorted(layer for layer, mode in modes.items() if mode >= min(largest, AT_RISK))
-    why = say.keys(step, largest, layers, when)
-    return Risk(what, why, largest, step, tuple(layers))
+    return Risk(what, say.keys(step, largest, layers, when), largest, step, tuple(layers))

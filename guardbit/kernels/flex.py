@@ -91,8 +91,7 @@ def text_of(
     """Returns the functions of a call as text, for `specification`; "" if they are no graphs."""
     if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
         return ""
-    terms = _conjuncts(_result(mask))
-    seen = [term for term in terms if not _is_true(term)]
+    seen = [term for term in _conjuncts(_result(mask)) if not _is_true(term)]
     others = [term for term in seen if not _is_causal(term)]
     keeps_score = _result(score) is next(iter(score.graph.nodes))
     program = Program(

@@ -91,8 +91,7 @@ def in_documents(x: Tensor, starts: Tensor | None) -> Tensor:
     """Returns x `(..., T, E)` with 0 in tokens behind the last document, which nobody attends."""
     if starts is None:
         return x
-    tokens = torch.arange(x.size(-2), device=x.device)
-    return x.masked_fill((tokens >= starts[-1])[:, None], 0)
+    return x.masked_fill((torch.arange(x.size(-2), device=x.device) >= starts[-1])[:, None], 0)
 
 
 def key_spans(

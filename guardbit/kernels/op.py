@@ -416,8 +416,7 @@ def _forward_by_pytorch(call: Call) -> Saved:
     except Exception:
         engine = engines.engine_of(SDPBackend.MATH.value, q.is_cuda, q.size(-1))
     ran = Ran(engine, False, False, ("none",) * call.q.size(1), by_pytorch=True)
-    lse = out.new_zeros(q.shape[:-1], dtype=torch.float32)
-    return _packed(call, out, lse, None, ran, *drawn)
+    return _packed(call, out, out.new_zeros(q.shape[:-1], dtype=torch.float32), None, ran, *drawn)
 
 
 @guard.function(runtime.tell_fault, otherwise=_forward_by_pytorch)
@@ -551,8 +550,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, sinks, call, by_op):
         saved = _below_autograd(call, by_op)
         # A plain tensor: saved tensors may be offloaded to disk.
-        site = call.site.detach()
-        ctx.save_for_backward(*_tensors_of(call, site), *saved)
+        ctx.save_for_backward(*_tensors_of(call, call.site.detach()), *saved)
         ctx.numbers = _numbers_of(call)
         # Each takes autograd time, and only the op returns all of them.
         returned = tuple(saved) if by_op else saved[:2]

@@ -270,8 +270,7 @@ class Journal:
             self._modules += rows
 
     def _is_kept(self) -> bool:
-        is_open = self._dirpath is not None and not self._is_closed
-        return is_open and "store" not in self._stages.off
+        return self._dirpath is not None and not self._is_closed and "store" not in self._stages.off
 
     def _try_to_write(self) -> None:
         """Writes what is pending, which stays so until it can be, or that has failed too often."""

@@ -124,8 +124,7 @@ class SampledSteps:
         judged.scalars = attempt("scalars", partial(largest, samples)) or {}
         attempt("burst", partial(self._burst.note, samples))
         found = attempt("detectors", partial(self.detectors.update, samples)) or []
-        grade = partial(graded, found, self._journal.evidence)
-        judged.found = attempt("judgement", grade) or found
+        judged.found = attempt("judgement", partial(graded, found, self._journal.evidence)) or found
         show(judged)
         attempt("alarms", partial(self._record_alarms, judged))
         if self.webhook is not None and judged.news:
@@ -213,8 +212,7 @@ class SampledSteps:
 
     def _decide(self, judged: Judged) -> None:
         now, restless = self._schedule.last_ended or 0, self.detectors.restless()
-        way_back = self._findings.way_back
-        self.switching.decide(judged.unheeded, judged.step, now, restless, way_back)
+        self.switching.decide(judged.unheeded, judged.step, now, restless, self._findings.way_back)
 
     def follow_bursts(self) -> None:
         """Listens to optimizers while heads are measured, and records why one was not."""

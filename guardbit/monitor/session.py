@@ -275,8 +275,7 @@ class Session(Guarded):
     @guard.method()
     def nonfinite(self) -> NonfiniteSteps | None:
         """What looks at steps that are not finite; None if nobody wants that, or it is off."""
-        is_wanted = self._nonfinite.is_wanted and self._phase < Phase.OFF
-        return self._nonfinite if is_wanted else None
+        return self._nonfinite if self._nonfinite.is_wanted and self._phase < Phase.OFF else None
 
     @guard.method()
     def warn_no_replay(self, why: str) -> None:

@@ -101,8 +101,7 @@ def peaked(seed: int = 0, share: float = 0.25, rows: int = 128, width: int = 32)
     k = 2 + 0.5 * noise[1]
     q = 0.5 * noise[0] + 0.1 * k
     v = -2 - 2**-6 * (torch.rand(2, 1, rows, width, generator=generator) < share)
-    d_out = 1 + noise[2].abs()
-    return Tensors(*(x.bfloat16() for x in (q, k, v, d_out)))
+    return Tensors(*(x.bfloat16() for x in (q, k, v, 1 + noise[2].abs())))
 
 
 def varied(seed: int = 0) -> Tensors:

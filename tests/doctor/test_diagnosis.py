@@ -48,8 +48,7 @@ def test_several_steps_are_added_up():
     assert same.samples == 3 and same.rows == 3 * 256
     one = diagnosed(peaked(0))
     assert same.error.significance > 1.5 * one.error.significance  # sqrt(3) times
-    opposed = diagnosed(peaked(0, 0.25), peaked(0, 0.75))
-    assert opposed.cause == "unclear"
+    assert diagnosed(peaked(0, 0.25), peaked(0, 0.75)).cause == "unclear"
 
 
 @pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])

@@ -104,8 +104,7 @@ def test_rows_that_are_wrong_by_their_mask_are_no_race():
         "cuDNN before PyTorch 2.12",
         hide=empty_rows_see_all, hide_backward=empty_rows_see_all, any_order=True,
     )  # fmt: skip
-    broken = broken_in(engine, "padding")
-    assert [finding.fault for finding in broken] == ["off"]
+    assert [finding.fault for finding in broken_in(engine, "padding")] == ["off"]
 
 
 def test_one_key_that_a_late_row_misses_shows():

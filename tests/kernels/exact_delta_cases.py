@@ -54,8 +54,7 @@ class Case(NamedTuple):
         q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
         weights = attend(q, k, v, self.spec).weights
         group = q.size(1) // k.size(1)
-        d_weights = d_out @ v.repeat_interleave(group, 1).mT
-        error = change(weights, d_weights)
+        error = change(weights, d_out @ v.repeat_interleave(group, 1).mT)
         return (error @ k.repeat_interleave(group, 1)).sum(-2) / math.sqrt(q.size(3))
 
     def run(self, attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -38,8 +38,7 @@ def test_options_reach_the_kernel():
     def out(**options):
         return flash_attention(5 * q, k, v, **options)
 
-    shifted = out(stabilizer="row_max")
-    assert not torch.equal(shifted, out(stabilizer="row_max", beta=3.0))
+    assert not torch.equal(out(stabilizer="row_max"), out(stabilizer="row_max", beta=3.0))
     # No two scores lie within 1e-30 unless they are equal; all lie within 1e3 of the maximum.
     k = k.clone() + torch.randn(k.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert torch.equal(out(stabilizer="row_max", eps=1e-30), out())
@@ -407,8 +406,7 @@ def test_the_compiler_keeps_attention_out_of_cuda_graphs():
         node = get_first_incompatible_cudagraph_node(traced(dropout_p))
         assert node is not None
         assert "guardbit" in str(node.target)
-    tags = torch.ops.guardbit.attention_gradients.default.tags
-    assert torch.Tag.cudagraph_unsafe in tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.guardbit.attention_gradients.default.tags
 
 
 # ---- on a GPU: Triton's kernels, compiled graphs and captured ones too, with dropout ----

@@ -209,8 +209,7 @@ PEAKED = [
 def test_what_is_left_where_tokens_attend_to_themselves(
     device, backend, dtype, width, sharpness, spread, left
 ):
-    shape = (1, 4, 4, 2048, width)
-    case = make("causal", dtype, shape, device, sharpness=sharpness, spread=spread)
+    case = make("causal", dtype, (1, 4, 4, 2048, width), device, sharpness=sharpness, spread=spread)
     with sdpa_kernel(BACKENDS[backend]):
         native = native_runs(case, backend)[0]
         found, state = case.switched(("exact_delta",) * 4)

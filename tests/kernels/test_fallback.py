@@ -191,8 +191,7 @@ def test_what_pytorch_draws_in_our_place_is_what_it_would_have_drawn(part, site,
     expected, after = plain(dropout_p=0.5), torch.rand(3)
     monkeypatch.setattr(owner, name, once)
     torch.manual_seed(1)
-    found = switched(site, dropout_p=0.5)
-    assert same(found, expected) and torch.equal(torch.rand(3), after)
+    assert same(switched(site, dropout_p=0.5), expected) and torch.equal(torch.rand(3), after)
     assert [str(fault) for fault in faults] == ["afterwards"]
 
 

@@ -209,8 +209,7 @@ def test_error_of_dq_of_none_comes_from_delta_with_its_sign(query_gradients):
 
 def test_stabilizers_leave_the_promised_share_of_the_error_of_dq(query_gradients):
     errors, _ = query_gradients
-    none = size(errors["none"])
-    assert size(errors["compensated"]) <= 0.02 * none
+    assert size(errors["compensated"]) <= 0.02 * size(errors["none"])
 
 
 def test_row_max_makes_dq_worse_with_few_distinct_maxima(query_gradients):

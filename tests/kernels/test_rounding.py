@@ -25,8 +25,7 @@ def test_the_residual_is_that_of_numerics(dtype):
     # FP16's exponents but the last, and those below; ties, numbers next to powers of two, zeros.
     exponents = torch.arange(127 - 30, 127 + 15, dtype=torch.int32)[:, None] << 23
     fractions = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FF000, 0x7FFFFF]
-    bits = (exponents + torch.tensor(fractions, dtype=torch.int32)).flatten()
-    exact = bits.view(torch.float32)
+    exact = (exponents + torch.tensor(fractions, dtype=torch.int32)).flatten().view(torch.float32)
     generator = torch.Generator().manual_seed(0)
     exact = torch.cat([torch.zeros(1), exact, torch.randn(1024, generator=generator)])[:1024]
     exact = torch.cat([exact, -exact]).to(DEVICE)

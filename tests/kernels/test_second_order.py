@@ -19,8 +19,7 @@ STABILIZERS = ("exact_delta", "compensated", "centered_keys", "row_max")
 
 
 def inputs():
-    shape = (2, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH)
-    return tensors.inputs(shape, torch.float32, to="cpu")
+    return tensors.inputs((2, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH), torch.float32, to="cpu")
 
 
 def twice(attention, qkv, d_out, forced=True):

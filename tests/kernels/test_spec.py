@@ -22,8 +22,7 @@ def test_the_keys_a_query_sees_are_those_of_brute_force(case):
     assert first.dtype == end.dtype == torch.int32
     assert first.device.type == DEVICE
     columns = torch.arange(shape[3], device=DEVICE)
-    found = (columns >= first[:, None]) & (columns < end[:, None])
-    assert torch.equal(found, seen)
+    assert torch.equal((columns >= first[:, None]) & (columns < end[:, None]), seen)
     assert (first <= end).all() and (first >= 0).all() and (end <= shape[3]).all()
     heads, rows = (torch.arange(n, device=DEVICE) for n in (1, shape[2]))
     tile = mask_tile(spec, shape, heads, rows, columns)

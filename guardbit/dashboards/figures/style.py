@@ -263,8 +263,7 @@ def edges(centres: np.ndarray) -> np.ndarray:
     """Cell borders half way between neighbouring steps, which need not be evenly spaced."""
     if len(centres) == 1:
         return centres[0] + np.array([-0.5, 0.5])
-    middles = (centres[1:] + centres[:-1]) / 2
-    return np.concatenate([[centres[0]], middles, [centres[-1]]])
+    return np.concatenate([[centres[0]], (centres[1:] + centres[:-1]) / 2, [centres[-1]]])
 
 
 # --- lines of heads: grey for all, coloured and named for the few that matter ---------------------

@@ -81,8 +81,7 @@ def modified(scores: Tensor, spec: AttentionSpec, tile: Tile) -> Tensor:
     """Applies the score function of a call to a tile (B, C, R, K), capped, if there is one."""
     if spec.score_function is None:
         return scores
-    made = spec.score_function(scores, *tile)
-    return made.to(scores.dtype).expand(scores.shape).clone()
+    return spec.score_function(scores, *tile).to(scores.dtype).expand(scores.shape).clone()
 
 
 def modified_backward(gradient: Tensor, scores: Tensor, spec: AttentionSpec, tile: Tile) -> Tensor:
