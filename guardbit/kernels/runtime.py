@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from guardbit import private
-from guardbit.guard import then_undo
+from guardbit.guard import then_undo, undo_all
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
 
@@ -335,16 +335,20 @@ class Runtime:
         """
         before = [(state, state.copied(), replace(state.clock)) for state in self._sites.values()]
         flags = self.is_unobserved, self.is_left_alone
+
+        def restore() -> None:
+            self.is_unobserved, self.is_left_alone = flags
+            for state, kept, clock in before:
+                state.take_over(kept)
+                state.clock.now, state.clock.done = clock.now, clock.done
+
         self.is_unobserved, self.is_left_alone = True, by_pytorch
         try:
             for state, _, _ in before:
                 state.observer = None
             yield
         finally:
-            self.is_unobserved, self.is_left_alone = flags
-            for state, kept, clock in before:
-                state.take_over(kept)
-                state.clock.now, state.clock.done = clock.now, clock.done
+            undo_all([restore])
 
     # --- which of them are running ---------------------------------------------------------------
 
