@@ -6,7 +6,6 @@ imported, by whatever test comes first, so it is chosen here.
 
 import gc
 import json
-import math
 import os
 from pathlib import Path
 
@@ -33,7 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.fsync = os.fstat
 
 # Tests are over before the share of their time is long enough for a turn of audits.
-modules.SHARE = math.inf
+modules.SHARE = 1e9
 
 # What is made while tests are collected, mostly modules, stays: a million objects that the garbage
 # collector need not look through again and again.

@@ -79,7 +79,7 @@ class LoggedRun:
         for site, layer in self._layer_of.items():
             for head in {*session.alarmed_heads.get(site, ()), *switched.get(site, ())}:
                 self._history.moved.setdefault((layer, head), self.step or 0)
-        if rows := session.modules:
+        if (rows := session.modules) and rows[0].step == self.step:
             metrics[MODULE_KEY] = rows[0].excess
         num_switched = sum(map(len, switched.values()))
         metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))

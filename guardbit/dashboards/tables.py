@@ -77,8 +77,8 @@ class RunSoFar:
         rows = pd.concat([self.modules, rows.astype(self.modules.dtypes)])
         # What was merged from read and new segments comes once more.
         rows = rows.drop_duplicates(MODULES.names[:-2], keep="last")
-        audits = rows[["module", "step"]].drop_duplicates()
-        self.modules = rows.merge(audits.groupby("module").tail(AUDITS))
+        audits = rows[["module", "kind", "step"]].drop_duplicates()  # weights have another kind
+        self.modules = rows.merge(audits.groupby(["module", "kind"]).tail(AUDITS))
 
     @cached_property
     def judgement(self) -> Judgement:

@@ -118,8 +118,7 @@ def _from_sums(sums: Tensor) -> Tensor:
     # Where nothing should be, no part of it says how much there is.
     no_reference = ~size.isfinite() | (is_zero & (wrong != 0) & wrong.isfinite())
     found = torch.stack([gain / size, (wrong / size).sqrt(), CHANCE * spread.sqrt() / size])
-    found = found.masked_fill(is_zero & (wrong == 0), 0.0)
-    found = found.nan_to_num(math.inf, math.inf, -math.inf)
+    found = found.masked_fill(is_zero & (wrong == 0), 0.0).nan_to_num(math.inf, math.inf, -math.inf)
     return found.masked_fill(no_reference, math.nan)
 
 

@@ -30,7 +30,7 @@ from guardbit.records import Event, ModuleRow
 
 #: Modules that have a turn together, because for those inside a compiled one all of it runs again.
 A_TURN = 24
-#: The largest share of the run's time that turns take; the first sample audits all, besides.
+#: The largest share of the host's time that turns take; audits of all are not counted.
 SHARE = 0.005
 #: Of the weights that an optimizer changes, a sampled step looks at every eighth.
 TURNS = 8
@@ -113,7 +113,7 @@ class ModuleAudits:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
         is_whole = self._is_whole or self.findings.is_doubtful
-        self._step, self._is_whole = step, False
+        self._step, self._is_whole, self.findings.is_doubtful = step, False, False
         if not self._has_begun:
             self._has_begun = is_whole = True
             self.findings.compare_peers(step)
@@ -129,14 +129,12 @@ class ModuleAudits:
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
         turns = range(TURNS) if is_whole else [self._turn % TURNS]
         now, count = time.perf_counter(), len(modules) if is_whole else min(A_TURN, len(modules))
-        expected = count * self._took / max(1, self._taken)
-        if is_whole or expected <= SHARE * (now - self._since):
+        if is_whole or count * self._took <= SHARE * (now - self._since) * max(1, self._taken):
             self._took, self._taken, self._since = 0.0, count, now
         else:
             count = 0
-        begins = 0 if is_whole else self._next
-        taken = [*islice(cycle(modules), begins, begins + count)]
-        self._next = (begins + count) % max(1, len(modules))
+        taken = [*islice(cycle(modules), self._next, self._next + count)]
+        self._next = (self._next + count) % max(1, len(modules))
         self._turn += not is_whole
         for module in dict.fromkeys(hidden.get(module, module) for module, _ in taken):
             self._hook(module, names[module])

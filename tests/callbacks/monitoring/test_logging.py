@@ -14,6 +14,7 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.loggers import COUNTED_KEYS, MODULE_KEY, WORST_KEYS, last_line
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.judgement import Evidence, judge
+from guardbit.monitor import modules
 from guardbit.monitor.measure import measurement as transfer
 from guardbit.records import Event, Sample
 from tests.callbacks.monitoring.reading import SITES, Recorder
@@ -130,7 +131,9 @@ def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
 ALARMED, LOGIT = "guardbit/alarmed_heads", "guardbit/max_logit"
 
 
-def test_audits_of_modules_are_logged(trains, tmp_path):
+@pytest.mark.parametrize(("share", "steps"), [(1e9, {2, 4, 6}), (0.0, {2})])
+def test_audits_of_modules_are_logged(share, steps, trains, tmp_path, monkeypatch):
+    monkeypatch.setattr(modules, "SHARE", share)
     recorder = Recorder()
     monitor = AttentionMonitor(2, audit_modules=True, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, max_steps=7, logger=recorder, log_every_n_steps=1)
@@ -138,7 +141,7 @@ def test_audits_of_modules_are_logged(trains, tmp_path):
     rows = guardbit.load(tmp_path / "run").modules
     excess = (rows["value"].abs() / rows["limit"]).groupby(rows["step"]).max()
     assert logged == pytest.approx(excess.to_dict())
-    assert set(logged) == {2, 4, 6}
+    assert set(logged) == steps
 
 
 class Seen(Callback):

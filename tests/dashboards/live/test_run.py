@@ -190,11 +190,14 @@ def test_rows_of_modules_are_followed_as_a_report_reads_them(tmp_path):
                 ModuleRow(step, module, "linear", "output", name, 1e-9 * step, 1e-3)
                 for name in ("gain", "relative_error")
             )
+            kind = "optimizer" if step else "linear"
+            writer.add_modules([ModuleRow(step, "c", kind, "weight", "gain", 0.0, 1e-3)])
             writer.flush()
             main = state_of(watcher)["main"]
             assert f"step {step}" in main[main.index('id="section-layers"') :]
         live = watcher._run.modules
     assert_frame_equal(live, guardbit.load(tmp_path).recorded.modules)
+    assert set(live[live["module"] == "c"]["kind"]) == {"linear", "optimizer"}
     # A run that goes on from an earlier step hides what came after it.
     with RunWriter(tmp_path, start_step=10) as writer:
         writer.add([Sample(11, "h.0", 0, "max_logit", (1.0, 2.0))])
