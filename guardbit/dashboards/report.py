@@ -195,10 +195,9 @@ def _pictures(
 def _settings(runs: Sequence[LoadedRun]) -> list[tuple[str, Table]]:
     """Only what differs is worth comparing; everything else stands in each run's own report."""
     flat = [_flattened(run.metadata) for run in runs]
-    names = list(dict.fromkeys(name for settings in flat for name in settings))
     rows = [
         [name, *values]
-        for name in names
+        for name in dict.fromkeys(name for settings in flat for name in settings)
         if len(set(values := [settings.get(name, "–") for settings in flat])) > 1
     ]
     titles = ["", *[run.name for run in runs]]

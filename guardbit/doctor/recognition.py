@@ -115,8 +115,7 @@ def _nearest(head: HeadInputs, start: Arithmetic, name: str) -> Arithmetic:
         rest = torch.cat(made, 1) - target
         sizes = target.square().sum(-1).flatten()
         shares = (rest.square().sum(-1).flatten() / sizes.clamp(min=1e-300)).sort().values
-        kept = shares[: max(1, math.ceil(_AGREEING * len(shares)))]
-        return math.sqrt(float(kept.mean())) / unit
+        return math.sqrt(float(shares[: max(1, math.ceil(_AGREEING * len(shares)))].mean())) / unit
 
     least = distance(start)
     while least > _SAME:

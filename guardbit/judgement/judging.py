@@ -132,7 +132,6 @@ class Judgement:
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the state."""
-        numbers = {name: _as_plain(value) for name, value in self.numbers.items()}
         return {
             "outcome": self.state,
             "verdict": self.verdict,
@@ -142,7 +141,7 @@ class Judgement:
             "ended": self.ended,
             "cause": self.cause._asdict(),
             "risk": self.risk._asdict(),
-            **numbers,
+            **{name: _as_plain(value) for name, value in self.numbers.items()},
         }
 
 

@@ -337,8 +337,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch,
 def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(tmp_path, same_weights, caplog):
     settings = {"save_strategy": "no", "steps": 3, "is_mpt": True}
     plain = train(tmp_path / "plain", **settings)
-    watched = train(tmp_path / "run", HuggingFaceMonitor(2), **settings)
-    assert same_weights(plain, watched)
+    assert same_weights(plain, train(tmp_path / "run", HuggingFaceMonitor(2), **settings))
     said = "GuardBit does not watch this run, which goes on without it: MptForCausalLM computes"
     assert said in caplog.text
     with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):

@@ -32,8 +32,7 @@ def watched(steps=5, dtype=torch.bfloat16, every=2, **settings):
     session = MonitorSession(model, every_n_train_steps=every, **settings)
 
     def batch(step):
-        draw = torch.Generator().manual_seed(step)
-        return torch.randn(2, 12, 32, generator=draw).to(dtype)
+        return torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
 
     train(model, steps, batch, session)
     session.close()
@@ -83,8 +82,7 @@ def test_a_writer_that_fails_is_told_of_once_and_ends_nothing(tmp_path, caplog):
     def fails(scalars, step):
         raise RuntimeError("no network")
 
-    session = watched(dirpath=tmp_path, writer=fails)
-    assert session.stages_off == {"logging"}
+    assert watched(dirpath=tmp_path, writer=fails).stages_off == {"logging"}
     assert set(read_run(tmp_path)["step"]) >= {0, 2, 4}
     (error,) = read_events(tmp_path).query("kind == 'monitor_error'")["why"]
     assert error == "logging: no network; it is tried again at later samples"

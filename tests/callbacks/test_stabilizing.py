@@ -30,8 +30,7 @@ class Stabilizers(Callback):
         self.launches = self._launches()
 
     def on_train_batch_end(self, *_):
-        ran = self._launches() - self.launches
-        self.used[self.step] = {kernel for _, kernel in ran}
+        self.used[self.step] = {kernel for _, kernel in self._launches() - self.launches}
 
     def _launches(self):
         site = self.monitor.session.instrumentation.sites.get(SITE)

@@ -74,8 +74,7 @@ def test_what_is_no_step_layer_or_count_is_one_sentence(run, wrong):
 
 
 def test_a_figure_takes_its_own_arguments_in_their_order_and_no_others(run):
-    figure = run.plot.spectral_norm_of_heads(5)
-    assert "layer 5" in figure.axes[0].get_title(loc="left")
+    assert "layer 5" in run.plot.spectral_norm_of_heads(5).axes[0].get_title(loc="left")
     with pytest.raises(TypeError, match="max_logit"):
         run.plot.max_logit(5)
 

@@ -220,8 +220,7 @@ def check_sink(
         room += rounded.norm() + 2.5 * cut.norm()
         drawn_to_zero = 2.5 * (cut.norm() / size).item()
         left += cut.abs().mean()
-    slope = ((before * theory).sum() / theory.square().sum()).item()
-    assert 0.95 - drawn_to_zero < slope < 1.05
+    assert 0.95 - drawn_to_zero < ((before * theory).sum() / theory.square().sum()).item() < 1.05
     assert (before - theory).norm() < room
     # What is left, in size, and with its sign along PyTorch's.
     assert after.abs().mean() <= left

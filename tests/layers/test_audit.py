@@ -354,8 +354,7 @@ def test_weights_whose_memory_was_given_back_are_not_read():
 def test_token_ids_count_as_what_an_embedding_makes_of_them(monkeypatch):
     monkeypatch.setattr(calls, "MOST_NUMBERS", 2 * 16 * WIDTH)
     model = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 3))
-    call = Call(model, (torch.randint(9, (100, 16)),), {}, {})
-    assert call.inputs[0][0].shape == (2, 16)
+    assert Call(model, (torch.randint(9, (100, 16)),), {}, {}).inputs[0][0].shape == (2, 16)
 
 
 def test_what_keeps_too_much_for_its_backward_is_not_run_to_its_end(monkeypatch):

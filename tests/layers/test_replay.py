@@ -328,8 +328,7 @@ def test_infinity_of_a_frozen_layer_is_no_mask(value):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model[0].requires_grad_(False).weight[0] = value
-    x = torch.full((8, 4), 10.0)
-    assert located(model, lambda: model(x).sum()).module == "0"
+    assert located(model, lambda: model(torch.full((8, 4), 10.0)).sum()).module == "0"
 
 
 def test_infinite_weights_of_classes_are_put_down_to_their_logarithm():
@@ -545,8 +544,7 @@ def test_what_a_module_holds_is_as_before_and_hides_no_place(case):
     make, change, look = HOLDERS[case]
     model = Holder(make(), change)
     before = look(model.held), model.norm.running_mean.clone()
-    found = located(model, lambda: (model(torch.ones(2, WIDTH)) * 0).log().sum())
-    assert found.function == "log"
+    assert located(model, lambda: (model(torch.ones(2, WIDTH)) * 0).log().sum()).function == "log"
     after = look(model.held), model.norm.running_mean
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 

@@ -221,8 +221,7 @@ def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth, bf16):
     module = randomize(full_width_normed(Olmo2RMSNorm(192), heads=6, width=192))
     module.q_proj.weight.data[32:64] *= growth
     layout = layout_of(module, tokens(192), bf16=bf16)
-    weights = weights_of(layout.query, module)
-    assert torch.equal(weights, module.q_proj.weight.view(6, 32, 192))
+    assert torch.equal(weights_of(layout.query, module), module.q_proj.weight.view(6, 32, 192))
     assert not layout.normalises_queries
 
 

@@ -92,8 +92,7 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
     assert {site for _, site, _ in events(tmp_path, "refusal")} == {"1"}
     assert events(tmp_path, "refusal")[0][0] == 500
     assert len(events(tmp_path, "refusal")) == 1, "nothing wider is tried"
-    of_others = [(500, "0", (0, 1))] if scope == "model" else []
-    assert events(tmp_path, "switch") == of_others
+    assert events(tmp_path, "switch") == ([(500, "0", (0, 1))] if scope == "model" else [])
     assert events(tmp_path, "advisory") == []
     assert states[5000]["all"][0]["policy"]["advice"] is None
 

@@ -36,8 +36,7 @@ def alarm_at(monkeypatch):
 
     def alarm_at(step):
         rules = (Fires("net.h.0.attn", sample=1, since=step),)
-        monitor = partial(train.AttentionMonitor, rules=rules)
-        monkeypatch.setattr(train, "AttentionMonitor", monitor)
+        monkeypatch.setattr(train, "AttentionMonitor", partial(train.AttentionMonitor, rules=rules))
 
     return alarm_at
 

@@ -230,5 +230,4 @@ def test_the_committed_tables_are_those_of_the_committed_runs(read_once, monkeyp
     # A family's first run is no copy of it.
     columns = ["others", "compensated"]
     families, copies = (tables[name].set_index("family") for name in ("families.csv", "copies.csv"))
-    fewer = (families[columns] - copies[columns]).drop("all")
-    assert (fewer == [1, 0]).all(axis=None)
+    assert ((families[columns] - copies[columns]).drop("all") == [1, 0]).all(axis=None)

@@ -28,5 +28,4 @@ def test_delta_moves_dq_in_alarmed_heads(run, site, head):
     assert found.error.relative_error > 1
     assert (found.cause, found.operation, found.faults) == ("unclear", "delta", ())
     assert not found.is_saturated
-    left = found.remedies["exact_delta"].summed / found.remedies["none"].summed
-    assert left < 0.03
+    assert found.remedies["exact_delta"].summed / found.remedies["none"].summed < 0.03

@@ -50,8 +50,7 @@ class Recorded:
 
     @cached_property
     def loss(self):
-        losses = self.frame[self.frame["indicator"] == "loss"]
-        return losses.set_index("step")["value"].sort_index()
+        return self.frame[self.frame["indicator"] == "loss"].set_index("step")["value"].sort_index()
 
     @cached_property
     def logit(self):

@@ -53,8 +53,7 @@ def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path, bac
     )
     watched, _ = trains.fit(*callbacks, model=model(), max_steps=4, precision="bf16-mixed")
     assert same_weights(plain, watched)
-    frame = read_run(tmp_path / "run")
-    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator)
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(read_run(tmp_path / "run").indicator)
 
 
 class ManualGPT(TinyGPT):
@@ -103,5 +102,4 @@ def test_manual_optimization_with_two_optimizers(trains, same_weights, tmp_path)
     for step, norm in values(frame, "grad_norm").items():
         expected = math.hypot(*watched.raw_grad_norms[step])
         assert norm == pytest.approx(expected, rel=1e-5)  # summed in FP32
-    losses = {2 * batch: loss for batch, loss in watched.raw_losses}
-    assert values(frame, "loss") == losses
+    assert values(frame, "loss") == {2 * batch: loss for batch, loss in watched.raw_losses}
