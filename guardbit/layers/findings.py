@@ -35,7 +35,7 @@ class Findings:
         self._model, self._record = model, record
         self.rows: list[ModuleRow] = []  # of the latest audit
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
-        self.is_doubtful = False  # the latest audit has found what none had found before
+        self.doubts = set[bool]()  # whether what no audit had found before is of weights
         self._suspects: set[tuple[str, bool, str, str]] = (
             set()
         )  # beyond in their modules' latest audit
@@ -97,13 +97,12 @@ class Findings:
         # Outputs first, as gradients of what is wrong may be anything; gradients in backward order.
         of_forward = [row for row in beyond if _is_of_forward(row)]
         beyond = of_forward + [row for row in reversed(beyond) if not _is_of_forward(row)]
-        # Weights have turns of their own, and no module need run again for them.
         of = audit.OF_WEIGHTS
         keys = {(row.module, row.kind in of, row.tensor, row.statistic): row for row in beyond}
         audited = {(row.module, row.kind in of) for row in self.rows}
         before = {key for key in self._suspects if key[:2] in audited}
         self._suspects = (self._suspects - before) | keys.keys()
-        self.is_doubtful |= any(not is_weight for _, is_weight, *_ in keys.keys() - self._doubted)
+        self.doubts |= {is_weight for _, is_weight, *_ in keys.keys() - self._doubted}
         self._doubted |= keys.keys()
         # What overflows needs no second time, and may get none.
         sure = {key for key, row in keys.items() if math.isinf(row.value) or key in before}

@@ -112,8 +112,9 @@ class ModuleAudits:
         if not (is_wanted and self.has_stepped) or ranks.rank() > 0:
             return
         # After a suspicion all are audited, because the first place may be inside the module.
-        is_whole = self._is_whole or self.findings.is_doubtful
-        self._step, self._is_whole, self.findings.is_doubtful = step, False, False
+        doubts, self.findings.doubts = self.findings.doubts, set()
+        is_whole = self._is_whole or False in doubts
+        self._step, self._is_whole = step, False
         if not self._has_begun:
             self._has_begun = is_whole = True
             self.findings.compare_peers(step)
@@ -127,7 +128,7 @@ class ModuleAudits:
             self.findings.unmeasured[""] = str(why)
             return
         hidden = {module: unit for unit, inner in self._inside.items() for module in inner}
-        turns = range(TURNS) if is_whole else [self._turn % TURNS]
+        turns = range(TURNS) if is_whole or doubts else [self._turn % TURNS]
         now, count = time.perf_counter(), len(modules) if is_whole else min(A_TURN, len(modules))
         if is_whole or count * self._took <= SHARE * (now - self._since) * max(1, self._taken):
             self._took, self._taken, self._since = 0.0, count, now
@@ -145,7 +146,7 @@ class ModuleAudits:
             for index, (name, weight) in enumerate(self._model.named_parameters())
             if index % TURNS in turns
         }
-        for weight, name in [*self._weights.items()][:: TURNS if is_whole else 1]:
+        for weight, name in [*self._weights.items()][:: len(turns)]:
             self._add_up(weight, name)
         self._undo += (
             of_torch.register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,

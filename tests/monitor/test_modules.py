@@ -303,10 +303,10 @@ def test_weights_neither_take_a_suspicion_off_nor_have_modules_audited():
     off = Found("0", "linear", "output", "gain", number)
     lost = Found("0", "optimizer", "weight", "gain", number)
     findings.add(0, [lost], [-0.9])
-    assert not findings.is_doubtful
+    assert findings.doubts == {True}
     for step, found, value in ((1, off, 0.5), (2, lost, 0.0), (3, off, 0.5)):
         findings.add(step, [found], [value])
-    assert findings.is_doubtful and [event.step for event in events] == [3]
+    assert findings.doubts == {True, False} and [event.step for event in events] == [3]
 
 
 def test_a_class_derived_from_pytorchs_is_compared_with_that(tmp_path):
