@@ -13,6 +13,8 @@ each round, and ratios to the arm without a monitor are taken within a round.
 Two gates come first, and no ratio is printed unless they are passed: with deterministic algorithms
 a watched run ends with the bits of an unwatched one; and, on a GPU, no step that is not sampled
 lets the host wait for the device, in any arm.
+
+Audits of modules come in turns some minutes apart. Shorter blocks have none: `--block 4000`.
 """
 
 from __future__ import annotations

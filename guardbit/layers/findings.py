@@ -36,11 +36,10 @@ class Findings:
         self.rows: list[ModuleRow] = []  # of the latest audit
         self.unmeasured: dict[str, str] = {}  # module -> why, of its latest audit
         self.doubts = set[bool]()  # whether what no audit had found before is of weights
-        self._suspects: set[tuple[str, bool, str, str]] = (
-            set()
-        )  # beyond in their modules' latest audit
-        self._doubted: set[tuple[str, bool, str, str]] = set()  # in any audit
-        self._told: set[tuple[str, bool, str, str]] = set()
+        # (module, of weights, tensor, statistic): beyond in its latest audit, and in any.
+        self._suspects = set[tuple[str, bool, str, str]]()
+        self._doubted = set[tuple[str, bool, str, str]]()
+        self._told = set[tuple[str, bool, str, str]]()
         self._told_of: set[str] = set()  # kinds of weights' rows, each told once
 
     def add(self, step: int, found: list[Found], values: list[float]) -> list[ModuleRow]:

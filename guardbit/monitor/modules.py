@@ -403,8 +403,8 @@ class ModuleAudits:
 def _uncollected() -> Iterator[None]:
     """Keeps what an audit holds for a moment from setting off full collections (0.4 s each)."""
     is_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if is_on:

@@ -28,8 +28,9 @@ def call(self, *args, **kwargs):
     if self.fn.__module__ not in PATCHED_MODULES:
         PATCHED_MODULES.add(self.fn.__module__)
         interpreter._patch_lang(self.fn)
+    function = self.rewrite()
     try:
-        return self.rewrite()(*args, **kwargs)
+        return function(*args, **kwargs)
     except Exception as error:
         raise interpreter.InterpreterError(repr(error)) from error
 
