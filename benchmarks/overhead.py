@@ -14,7 +14,7 @@ Two gates come first, and no ratio is printed unless they are passed: with deter
 a watched run ends with the bits of an unwatched one; and, on a GPU, no step that is not sampled
 lets the host wait for the device, in any arm.
 
-Audits of modules come in turns some minutes apart. Shorter blocks have none: `--block 4000`.
+Audits of modules come in turns about a minute apart; use `--block 4000` to time some.
 """
 
 from __future__ import annotations
